@@ -181,7 +181,7 @@ def test_layers_without_maps_and_maps_without_a_layer(made) -> None:
     with pytest.raises(SettingError, match=r"are of \d layers and their plan"):
         kvfold.LLM(model, maps=replace(made, maps=fewer), max_sequences=1, max_tokens=64)
     base = {name: made.base[name] for name in names[1:]}
-    with pytest.raises(SettingError, match=f"know nothing of {names[0]}, which calls attention"):
+    with pytest.raises(SettingError, match=f"were made without {names[0]}, an attention layer"):
         kvfold.attach(model, replace(made, maps=fewer, base=base))
     more = made.maps | {"model.layers.7.self_attn": made.maps[names[0]]}
     with pytest.raises(SettingError, match=r"a layer model\.layers\.7\.self_attn that calls"):

@@ -1,6 +1,7 @@
-"""One attention for every model: maps of keys and values that act where a model calls attention.
+"""Maps: small per-layer projections of keys and values that work with any transformers model.
 
-An attention layer is a function of q, k and v after the model's own norms, biases and rotation.
-What is stored in their place, k' = B^T k and v' = C^T v, is scored by q' = A^T q, and what comes
-back is mapped by D. Nothing of a model's family is known, and no weight changes.
+A map acts where a model calls transformers' attention interface, on q, k and v after the model's
+own norms, biases and RoPE. The cache stores k' = B^T k and v' = C^T v; queries become q' = A^T q,
+and attention outputs are projected back by D. The code knows nothing about the model's family and
+changes no weight.
 """

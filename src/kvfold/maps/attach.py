@@ -1,7 +1,7 @@
-"""Maps attached to a transformers model: its cache stores mapped keys and values, and its attention
-function maps queries and outputs.
+"""Attach maps to a transformers model: its cache then stores projected keys and values.
 
-Of a model without a cache the attention function maps keys and values too. Shapes as in `maps`.
+The model's attention function is wrapped, so that it projects queries and outputs too. If a forward
+has no cache, the attention function also projects keys and values. Shapes as in `layer_maps`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +34,7 @@ _ATTACHED = "_kvfold_seam"  # of a module, in its __dict__
 
 
 class AttachedMaps:
-    """The maps of one attention module, in the dtypes and on the devices that were asked for."""
+    """The maps of one attention module, cached per dtype and device."""
 
     def __init__(self, maps: Maps) -> None:
         self.maps = maps.with_stored_shape()
@@ -42,14 +42,15 @@ class AttachedMaps:
         self._placed: dict[Any, Maps] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A pickled model names attention functions that another process has not registered."""
+        """Register the attention functions that a pickled model names: another process may not have
+        registered them."""
         self.__dict__.update(state)
         for base in ("eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()):
             if not base.startswith("paged|"):
                 mapped_attention(base)
 
     def placed(self, like: Tensor) -> Maps:
-        """The maps in a tensor's dtype and on its device."""
+        """The maps with the dtype and device of `like`."""
         key = like.dtype, like.device
         if key in self._placed:
             return self._placed[key]
@@ -58,20 +59,22 @@ class AttachedMaps:
         return self.place(like.dtype, like.device)
 
     def place(self, dtype: torch.dtype, device: torch.device) -> Maps:
-        """Make the maps in a dtype and on a device. Code that torch.compile traces reads them."""
+        """Copy the maps to a dtype and device. Code that torch.compile traces reads these
+        copies."""
         with torch.inference_mode(False):  # else training could not use them later
             maps = self._placed[dtype, device] = self.maps.to(device, dtype)
         return maps
 
 
 def attach(model: Any, maps: Sidecar | Path | str) -> Callable[[], None]:
-    """Let a causal LM's cache store what a sidecar says, or its folder, or its hub repository
-    "USER/NAME", perhaps with a revision: "USER/NAME@REVISION".
+    """Attach maps to a loaded causal LM, so that its KV cache stores projected keys and values.
 
-    The model is changed in place, its weights are not. Layers without maps store what they did, and
-    numbers of planned bits are stored in the model's dtype. Returns what takes the maps away again,
-    as `detach` does. Raises SettingError for maps of another model, or a model that has maps
-    already.
+    maps: a `Sidecar`, a folder of maps, or a hub repository "USER/NAME" or "USER/NAME@REVISION".
+
+    Changes the model in place, but not its weights. Layers without maps store what they did before.
+    Numbers with planned bits are stored in the model's dtype. Returns a function that removes the
+    maps, as `detach` does. Raises SettingError for maps of another model, and for a model that has
+    maps already.
     """
     sidecar = maps if isinstance(maps, Sidecar) else Sidecar.load(maps)
     model = unwrapped(model)
@@ -84,8 +87,8 @@ def attach(model: Any, maps: Sidecar | Path | str) -> Callable[[], None]:
 
 
 def detach(model: Any) -> None:
-    """Take attached maps away from a model, also from a copy of one that had them. Raises
-    SettingError for a model without maps."""
+    """Remove the maps from a model, or from a copy of one. Raises SettingError for a model without
+    maps."""
     model = unwrapped(model)
     check_decoder(model)
     if not _attached_maps(model):
@@ -100,39 +103,45 @@ def detach(model: Any) -> None:
 
 
 def _attached_maps(model: Any) -> list[AttachedMaps]:
-    """The maps of a model's attention modules that have some."""
-    return [x.__dict__[_ATTACHED] for x in model.modules() if _ATTACHED in x.__dict__]
+    """The maps of a model's attention modules, of those that have any."""
+    return [
+        module.__dict__[_ATTACHED] for module in model.modules() if _ATTACHED in module.__dict__
+    ]
 
 
 def attach_maps(
     model: Any, layers: Sequence[AttentionLayer], maps: Mapping[str, Maps]
 ) -> Callable[[], None]:
-    """Attach maps of modules by name, unseen. Layers that read another's keys and values share its
-    maps. Raises SettingError, and then leaves the model as it was."""
+    """Attach maps to the modules that `maps` names, without checking that they fit. Layers that
+    share another layer's keys and values use its maps. Returns a function that removes them. Raises
+    SettingError, and then leaves the model unchanged."""
     set_attention(model, mapped_attention)
-    bounds = {name: AttachedMaps(own) for name, own in maps.items()}
+    attached = {name: AttachedMaps(module_maps) for name, module_maps in maps.items()}
     for layer in layers:
-        module, bound = layer.module, bounds.get(str(layer.source))
-        if bound is not None:
-            module.__dict__[_ATTACHED] = bound
-            bound.place(layer.keys.dtype, layer.keys.device)
+        module, layer_maps = layer.module, attached.get(str(layer.source))
+        if layer_maps is not None:
+            module.__dict__[_ATTACHED] = layer_maps
+            layer_maps.place(layer.keys.dtype, layer.keys.device)
         if layer.name == layer.source:
-            module.register_forward_pre_hook(partial(_before_attention, bound), with_kwargs=True)
+            module.register_forward_pre_hook(
+                partial(_before_attention, layer_maps), with_kwargs=True
+            )
     if any(isinstance(x, RopeMaps) for x in maps.values()):
         for module in (x for x in model.modules() if hasattr(x, "mrope_section")):
             module.register_forward_pre_hook(_check_text_positions, with_kwargs=True)
 
-    def take_away() -> None:
-        if not set(bounds.values()).isdisjoint(
+    def remove() -> None:
+        if not set(attached.values()).isdisjoint(
             _attached_maps(model)
         ):  # not those of a later attach
             detach(model)
 
-    return take_away
+    return remove
 
 
 def mapped_attention(base: str) -> str:
-    """The name of an attention function that maps, around one of transformers'."""
+    """Register a wrapper around one of transformers' attention functions, which applies maps;
+    return its name. Raises SettingError for continuous batching."""
     if base.startswith(PREFIX):
         return base
     if base.startswith("paged|"):
@@ -149,24 +158,25 @@ def mapped_attention(base: str) -> str:
 
 
 def _before_attention(
-    bound: AttachedMaps | None, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    attached: AttachedMaps | None, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Let the cache among a module's arguments map what the module stores next; without maps, store
-    it as it is."""
+    """Forward pre-hook of an attention module: tell the caches among its arguments which maps the
+    next `update` applies, None for a module without maps."""
     config = module.config
     if not config._attn_implementation.startswith(PREFIX):  # set_attn_implementation was called
         config._attn_implementation = mapped_attention(config._attn_implementation)
     positions = plain_positions(kwargs.get("position_ids"))
     for value in (*args, *kwargs.values()):
         if isinstance(value, Cache):
-            map_next_update(value, bound, positions)
+            map_next_update(value, attached, positions)
 
 
 def _check_text_positions(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raises SettingError where a token of RoPE for images [3, B, T] is at several places."""
+    """Forward pre-hook. Raises SettingError if a token has several positions, as image tokens of
+    multimodal RoPE [3, B, T] have."""
     for x in (*args, *kwargs.values()):
-        places = isinstance(x, Tensor) and x.dim() == 3 and not x.is_floating_point()
-        if places and not torch.equal(x, x[:1].expand_as(x)):
+        is_positions = isinstance(x, Tensor) and x.dim() == 3 and not x.is_floating_point()
+        if is_positions and not torch.equal(x, x[:1].expand_as(x)):
             raise SettingError(
                 "tokens of images or videos are rotated by three positions each, and maps of keys"
                 " before RoPE know one: give text alone, or make maps with recipe 'swift'"
@@ -183,15 +193,15 @@ def _attention(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
-    """transformers' attention `base` of a module, over what its maps store."""
+    """Call transformers' attention function `base` on projected queries, keys and values."""
     inner = eager_attention(module) if base == "eager" else ALL_ATTENTION_FUNCTIONS[base]
-    bound = module.__dict__.get(_ATTACHED)
-    if bound is None:
-        found: tuple[Tensor, Any] = inner(
+    attached = module.__dict__.get(_ATTACHED)
+    if attached is None:
+        unmapped: tuple[Tensor, Any] = inner(
             module, query, key, value, attention_mask, *args, **kwargs
         )
-        return found
-    maps = bound.placed(query)
+        return unmapped
+    maps = attached.placed(query)
     if not maps.are_stored(key, value):
         positions = plain_positions(kwargs.get("position_ids"))
         key, value = maps.stored(key, value, positions)

@@ -1,4 +1,4 @@
-"""Maps of any transformers model, from one pass over calibration text: nothing of its family."""
+"""Make maps for any transformers model from one calibration pass."""
 
 import logging
 import warnings
@@ -33,16 +33,16 @@ RECIPE = "swift"
 logger = logging.getLogger(__name__)
 
 
-def recipe_of(given: str | Recipe | None) -> Recipe:
-    """The recipe of that name (None: RECIPE). Raises SettingError for one that maps beside the
-    weights cannot be made by."""
-    recipe = given if isinstance(given, Recipe) else recipes.get(given or RECIPE)
-    if not builder_of(recipe).makes_maps:
+def recipe_of(recipe: str | Recipe | None) -> Recipe:
+    """The recipe of that name (None: RECIPE). Raises SettingError for a recipe that cannot make
+    maps."""
+    chosen = recipe if isinstance(recipe, Recipe) else recipes.get(recipe or RECIPE)
+    if not builder_of(chosen).makes_maps:
         raise SettingError(
-            f"`recipe={recipe.name!r}` makes no maps beside the weights: add `fold=True`, which"
+            f"`recipe={chosen.name!r}` makes no maps beside the weights: add `fold=True`, which"
             " folds it into them, or use " + recipes_where(lambda basis: basis.makes_maps)
         )
-    return recipe
+    return chosen
 
 
 def make_maps(
@@ -60,34 +60,38 @@ def make_maps(
     begun: Callable[[Compressor], object] | None = None,
     **calibration: Any,
 ) -> tuple[Compressor, Sidecar]:
-    """Maps by which the cache of a loaded model becomes smaller, and what measured it; the model
-    stays as it is. The settings are those of `kvfold.compress`.
+    """Make maps that compress the cache of a loaded model. The model stays as it is. Settings are
+    those of `kvfold.compress`.
 
-    source: the model's name, for provenance; search: finds the share to keep within a budget, as
-    `evaluation.budget.search_keep`; begun: is told what measures before it does; calibration:
-    calib, max_tokens, seed and saved. Layers that
-    are left as they are, and the share of the cache that they hold, are told by
-    `provenance["left"]` of the result (see `seam.choice`). Raises ValueError for what cannot work.
+    source: name of the model, for the provenance.
+    search: finds the share to keep within a budget, as `evaluation.budget.search_keep` does.
+    begun: called with the compressor before calibration starts.
+    calibration: calib, max_tokens, seed and saved.
+
+    Returns the compressor and the sidecar. `provenance["left"]` of the sidecar lists the layers
+    without maps and their share of the cache (see `maps.selection`). Raises ValueError for settings
+    that cannot work.
     """
-    found = recipe_of(recipe)
-    basis = builder_of(found)
+    chosen = recipe_of(recipe)
+    basis = builder_of(chosen)
     layers = attention_layers(model)
     check_layers(model, layers)
-    choice = select_layers(model.config, layers, windows)
-    if choice.summary():
-        logger.info(choice.summary())
-    names = {layer.name for layer in choice.layers}
+    selection = select_layers(model.config, layers, windows)
+    if selection.summary():
+        logger.info(selection.summary())
+    names = {layer.name for layer in selection.layers}
     rotations = {} if basis.after_rope else find_rotations(model, layers, names)
-    family = attention_family(choice.layers, rotations, choice.uncompressed)
-    first = choice.layers[0]
-    if found.keys == "kv" and first.head_dim != first.value_dim:
+    family = attention_family(selection.layers, rotations, selection.uncompressed)
+    first_layer = selection.layers[0]
+    if chosen.keys == "kv" and first_layer.head_dim != first_layer.value_dim:
         raise SettingError(
-            f"`recipe` {found.name!r} stores keys and values together, and those of {first.name}"
-            f" differ in width, {first.head_dim} and {first.value_dim}: use {RECIPE!r} or 'lean'"
+            f"`recipe` {chosen.name!r} stores keys and values together, and those of"
+            f" {first_layer.name} differ in width, {first_layer.head_dim} and"
+            f" {first_layer.value_dim}: use {RECIPE!r} or 'lean'"
         )
-    found, target, why = choose_for_maps(recipe, family, model.config, target)
-    compressor = Compressor(model, found, tokenizer, family=family, **calibration)
-    size = compressor.factor_of(target, align)
+    chosen, target, reason = choose_for_maps(recipe, family, model.config, target)
+    compressor = Compressor(model, chosen, tokenizer, family=family, **calibration)
+    factor = compressor.factor_of(target, align)
     if begun is not None:
         begun(compressor)
     prepared, gradients = _prepare(compressor, statistics, progress)
@@ -95,16 +99,16 @@ def make_maps(
         warnings.warn(f"{source}: gradients of the loss: {gradients}", stacklevel=2)
 
     def mapped(plan: CacheSpec) -> tuple[CacheSpec, dict[str, Maps]]:
-        """What layers store of a plan, and the maps of those that have some, by name."""
-        spec = unrotated_spec(plan, choice.layers, rotations)
-        each = zip(choice.layers, spec.layers, prepared.maps(spec), strict=True)
+        """What layers store by a plan, and the maps of the layers that have any, by name."""
+        spec = unrotated_spec(plan, selection.layers, rotations)
+        planned_layers = zip(selection.layers, spec.layers, prepared.maps(spec), strict=True)
         return spec, {
             layer.name: layer_maps(planned, latents, rotations.get(layer.name))
-            for layer, planned, latents in each
+            for layer, planned, latents in planned_layers
             if latents
         }
 
-    ratio, sized = None, target
+    ratio, final_target = None, target
     if target.limit is not None:
         assert search is not None, "a budget needs a search"
         keep, ratio = search(
@@ -114,8 +118,8 @@ def make_maps(
             progress=progress,
             applied=lambda plan: _attached(model, layers, mapped(plan)[1]),
         )
-        sized = replace(target, keep=keep, budget=None)
-    plan = _plan(prepared, sized, size, align)
+        final_target = replace(target, keep=keep, budget=None)
+    plan = _plan(prepared, final_target, factor, align)
     spec, maps = mapped(plan)
     provenance = {
         "model": source,
@@ -123,14 +127,14 @@ def make_maps(
         "sizes": sizes_of(model.config),
         "recipe": asdict(prepared.compressor.recipe),
         **asdict(target),
-        "keep": sized.keep,
+        "keep": final_target.keep,
         "ratio": ratio,
         "align": align,
         "predicted": _predicted(prepared, plan),
         "statistics": prepared.statistics.key,
-        "chosen": why,
+        "chosen": reason,
         "gradients": gradients,
-        "left": _left(choice) if choice.summary() else None,
+        "left": _left(selection) if selection.summary() else None,
     }
     sidecar = Sidecar(
         maps=maps,
@@ -145,50 +149,52 @@ def make_maps(
 def _attached(
     model: Any, layers: Sequence[AttentionLayer], maps: Mapping[str, Maps]
 ) -> Iterator[Any]:
-    """The model with maps, until the block ends."""
-    take_away = attach_maps(model, layers, maps)
+    """Context manager: the model with maps attached."""
+    remove = attach_maps(model, layers, maps)
     try:
         yield model
     finally:
-        take_away()
+        remove()
 
 
 def _prepare(
     compressor: Compressor, statistics: Path | str | Statistics | None, progress: Progress | None
 ) -> tuple[Prepared, str | None]:
-    """Bases, without gradients where a quantised model gives none; and how gradients were computed,
-    where not by the model's own kernels alone."""
+    """Compute the bases. If a quantised model gives no gradients, repeat without them. Also returns
+    how gradients were computed, None if by the model's own kernels alone."""
     try:
         prepared = compressor.prepare(statistics, progress)
         return prepared, _gradients(prepared.statistics)
     except NoGradients as error:
-        c = compressor
-        other = Compressor(
-            c.model,
-            without_gradients(c.recipe),
-            c.tokenizer,
-            calib=c.calib,
-            max_tokens=c.max_tokens,
-            seed=c.seed,
-            family=c.family,
-            saved=c.saved,
+        first = compressor
+        second = Compressor(
+            first.model,
+            without_gradients(first.recipe),
+            first.tokenizer,
+            calib=first.calib,
+            max_tokens=first.max_tokens,
+            seed=first.seed,
+            family=first.family,
+            saved=first.saved,
         )
-        return _in_shares(other.prepare(statistics, progress)), f"none: {error.reason}"
+        return _in_shares(second.prepare(statistics, progress)), f"none: {error.reason}"
 
 
 def _in_shares(prepared: Prepared) -> Prepared:
-    """With directions weighed by their share of each latent's spectrum, so that bits are planned by
-    what has no common unit."""
+    """Scale the singular values of each latent to a norm of 1, so that bits can be planned for
+    latents whose losses have no common unit."""
     candidates = []
-    for one in prepared.candidates:
-        singular = one.basis.singular
+    for candidate in prepared.candidates:
+        singular = candidate.basis.singular
         total = singular.norm().clamp(min=1e-300)
-        candidates.append(replace(one, basis=replace(one.basis, singular=singular / total)))
+        candidates.append(
+            replace(candidate, basis=replace(candidate.basis, singular=singular / total))
+        )
     return replace(prepared, candidates=candidates)
 
 
 def _plan(prepared: Prepared, target: Target, factor: float | None, align: int | None) -> CacheSpec:
-    """Bits and dimensions together for a factor, else dimensions alone."""
+    """Plan bits and ranks together for a compression factor, or ranks alone for a share to keep."""
     if factor is not None:
         assert target.levels is not None
         return prepared.plan_factor(factor, target.levels, target.preference)
@@ -197,18 +203,18 @@ def _plan(prepared: Prepared, target: Target, factor: float | None, align: int |
 
 
 def _predicted(prepared: Prepared, plan: CacheSpec) -> float | None:
-    """Nats a token that a plan is predicted to lose; None without gradients."""
+    """Predicted increase in cross-entropy (nats per token) of a plan; None without gradients."""
     return prepared.predicted_loss(plan) if prepared.compressor.recipe.gradients else None
 
 
 def _mapped(spec: CacheSpec) -> CacheSpec:
-    """Of the layers that have maps: a recipe may leave others whole."""
+    """The spec of the layers that have maps: a recipe may leave some layers uncompressed."""
     layers = tuple(layer for layer in spec.layers if layer.keys != "plain")
     return replace(spec, layers=layers, geometry=replace(spec.geometry, num_layers=len(layers)))
 
 
 def _left(choice: LayerSelection) -> dict[str, Any]:
-    """What is left of a model without maps, as provenance."""
+    """The layers without maps, as saved in the provenance."""
     return {
         "windowed": [x.name for x in choice.sliding_window],
         "unlike": [x.name for x in choice.other_shape],
@@ -221,38 +227,44 @@ def _left(choice: LayerSelection) -> dict[str, Any]:
 
 
 def without_gradients(recipe: Recipe) -> Recipe:
-    """A recipe that reads second moments of queries, keys and outputs alone. These have no common
-    unit, so the budget is spent by shares of each."""
+    """A variant of a recipe that needs no gradients: it reads only second moments of queries, keys
+    and outputs. These have no common unit, so the budget is spent by each direction's share of its
+    spectrum."""
     return replace(recipe, name=f"{recipe.name} without gradients", gradients=False, ranks="energy")
 
 
 def _gradients(statistics: Statistics) -> str | None:
-    """How gradients were computed, where not by the model's own kernels alone."""
-    if not (through := statistics.through_weights):
+    """How gradients were computed, for the provenance; None if by the model's own kernels alone."""
+    if not (dequantized := statistics.through_weights):
         return None
-    return f"through dequantised weights of {len(through)} layers ({through[0]} and others)"
+    return f"through dequantised weights of {len(dequantized)} layers ({dequantized[0]} and others)"
 
 
 def unrotated_spec(
     spec: CacheSpec, layers: Sequence[AttentionLayer], rotations: Mapping[str, Rotation]
 ) -> CacheSpec:
-    """A plan in which keys of layers that do not rotate them are scored as they are stored, where
-    they have latents of their own and nothing sees a shift of all scores."""
+    """A plan in which layers without RoPE score keys as stored, which is cheaper than
+    reconstructing them. Only layers with one key latent per head, without softcap and sinks,
+    qualify."""
     planned = []
-    for layer, own in zip(layers, spec.layers, strict=True):
-        plain = own.keys == "pre_rope" and not rotations[layer.name].rotates
-        heads = {len(x.heads) if x.side == "k" else 0 for x in own.key_latents}
-        if plain and heads == {1} and layer.softcap is None and layer.sinks is None:
-            own = replace(own, keys="post_rope")
-        planned.append(own)
+    for layer, layer_spec in zip(layers, spec.layers, strict=True):
+        no_rope = layer_spec.keys == "pre_rope" and not rotations[layer.name].rotates
+        heads = {len(x.heads) if x.side == "k" else 0 for x in layer_spec.key_latents}
+        if no_rope and heads == {1} and layer.softcap is None and layer.sinks is None:
+            layer_spec = replace(layer_spec, keys="post_rope")
+        planned.append(layer_spec)
     return replace(spec, layers=tuple(planned))
 
 
 def layer_maps(
     layer: LayerSpec, latents: Sequence[LatentMaps], rotation: Rotation | None = None
 ) -> Maps:
-    """The maps of a layer whose latents, keys' first, have these, rounded as a sidecar saves them.
-    rotation: of its keys, where they are stored before RoPE."""
+    """The maps of one layer, rounded as a sidecar saves them.
+
+    layer: what the layer stores.
+    latents: maps of its latents, keys first.
+    rotation: RoPE of its keys, if they are stored before RoPE.
+    """
     latents = [rounded(x) for x in latents]
     if layer.keys == "pre_rope":
         assert rotation is not None, "keys before RoPE are of a known rotation"

@@ -1,6 +1,8 @@
-"""A model with maps in an engine: what its attention is asked goes to a context.
+"""Run a transformers model with maps in kvfold's engine: an attention function sends its q, k and v
+to the step's attention context.
 
-Shapes: N tokens of a step; Hq / Hk query / KV heads, dv head dim of values; R numbers of a row.
+Shapes: N tokens of a step; Hq / Hk query / KV heads, dv head dim of values; R numbers of a cache
+entry.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,19 +35,22 @@ from kvfold.utils.errors import SettingError
 
 _forward = local()
 _projections: "WeakValueDictionary[int, LayerProjections]" = WeakValueDictionary()
-_PROJECTIONS, _HANDLE = "_kvfold_served", "_kvfold_handle"  # of a module, in its __dict__
+_PROJECTIONS, _HANDLE = "_kvfold_served", "_kvfold_handle"  # attributes of a module
 
 
 class LayerProjections:
-    """One attention module's maps, as attention sees the layer. handle int64 [1], on the host: a
-    number of its own, as code that is compiled for all layers of a class is told of one."""
+    """The maps of one attention module, and its description for attention backends.
+
+    handle int64 [1], on the CPU: a unique id. It is an argument of the custom op, so that one graph
+    of torch.compile serves all layers of a class.
+    """
 
     numbers: ClassVar[Iterator[int]] = count()
 
     def __init__(self, maps: Maps, layer: LayerAttention) -> None:
         self.maps, self.layer = maps, layer
         self.entry_maps = None if isinstance(maps, RopeMaps) else _entry_maps(maps, layer)
-        self.scale = 1.0  # of its scores, times the plan's
+        self.scale = 1.0  # factor of queries: the module's scaling over the plan's
         number = next(self.numbers)
         self.handle = torch.tensor([number])
         _projections[number] = self
@@ -53,20 +58,25 @@ class LayerProjections:
     def score_space(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, positions: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Queries [N, Hq, d], keys [N, Hk, d] and values [N, Hk, dv] of tokens at positions int64
-        [N], which keys before RoPE need: queries [Hq, N, r] that score what is stored, and the
-        tokens' cache entries [N, R]. k and v may be None where another layer stores them, then
-        so are the entries."""
+        """Project the tokens of a step: queries [N, Hq, d], keys [N, Hk, d] and values [N, Hk, dv]
+        at positions int64 [N], which keys before RoPE need.
+
+        Returns queries [Hq, N, r] that score stored keys, and the cache entries [N, R]. k and v are
+        None if another layer stores them; then the entries are None.
+        """
         if self.entry_maps is not None:
             return score_space(self.entry_maps, q, k, v)
         queries = self.maps.queries(q.transpose(0, 1)[None])[0]
         if k is None or v is None:
             return queries, None
-        places = None if positions is None else positions[None]
-        return queries, self._entries(k.transpose(0, 1)[None], v.transpose(0, 1)[None], places)
+        batch_positions = None if positions is None else positions[None]
+        return queries, self._entries(
+            k.transpose(0, 1)[None], v.transpose(0, 1)[None], batch_positions
+        )
 
     def _entries(self, k: Tensor, v: Tensor, positions: Tensor | None) -> Tensor:
-        """Of keys [1, Hk, N, d] and values [1, Hk, N, dv] at positions [1, N]: [N, R]."""
+        """Cache entries [N, R] of keys [1, Hk, N, d] and values [1, Hk, N, dv] at positions [1,
+        N]."""
         layer = self.layer
         keys, values = (x.transpose(1, 2) for x in self.maps.latents(k, v, positions))
         keys = layer.key_columns.compact(keys).flatten(2)
@@ -76,8 +86,9 @@ class LayerProjections:
 
 
 class StepCache(AttentionContext):
-    """Of the step that runs, in the place of a transformers cache: keys and values pass through.
-    One for all steps, so that compiled code meets the same one in each."""
+    """Takes the place of a transformers cache in a step: `update` returns keys and values
+    unchanged, and `attend` goes to the context of the current step. One object serves all steps, so
+    that compiled code sees the same one each time."""
 
     def update(self, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         return k, v
@@ -94,18 +105,19 @@ STEP_CACHE = StepCache()
 
 @contextmanager
 def forward_context(context: AttentionContext) -> Iterator[StepCache]:
-    """Around a forward of a model as of `install`: its attention is the context's."""
-    before = getattr(_forward, "context", None)
+    """Context manager: attention of a model prepared by `install` runs in `context` (as vLLM's
+    `set_forward_context`)."""
+    previous = getattr(_forward, "context", None)
     _forward.context = context
     try:
         yield STEP_CACHE
     finally:
-        _forward.context = before
+        _forward.context = previous
 
 
 def check_servable(model: Any, layers: Sequence[AttentionLayer]) -> None:
-    """Raises SettingError for attention that no kernel of the engine computes, and for a model that
-    keeps a state beside its cache or counts positions itself."""
+    """Raises SettingError for attention that the engine does not compute, for a model with a
+    recurrent state, and for one that computes its positions itself."""
     if is_recurrent(model):
         raise SettingError(
             f"model type {model.config.model_type!r} has recurrent layers, whose state the engine"
@@ -133,7 +145,8 @@ def check_servable(model: Any, layers: Sequence[AttentionLayer]) -> None:
 
 
 def served_spec(spec: CacheSpec) -> CacheSpec:
-    """A plan whose values are mapped back behind attention, as no W_O is at hand."""
+    """The spec with values="rebuilt": attention outputs are projected up before the output
+    projection, which belongs to the model and is not folded."""
     return replace(spec, layers=tuple(replace(x, values="rebuilt") for x in spec.layers))
 
 
@@ -145,11 +158,16 @@ def served_layer(
     sinks: Tensor | None = None,
     tables: dict[bytes, RotaryTable] | None = None,
 ) -> LayerProjections:
-    """A layer of a plan `served_spec` by its number and maps, as attention sees it. window: tokens
-    that a query sees (None: all); sinks [Hq]: scores that stand beside a query head's, or None;
-    tables: of RoPE by angles, which layers share."""
+    """The projections of one layer for attention backends.
+
+    index: layer number in `spec`.
+    spec: from `served_spec`.
+    window: sliding window in tokens (None: full attention).
+    sinks [Hq]: learned sink scores, or None.
+    tables: RoPE tables by their angles, shared by layers.
+    """
     layer, tables = spec.layers[index], {} if tables is None else tables
-    seen = LayerAttention(
+    description = LayerAttention(
         index=index,
         spec=layer,
         geometry=spec.geometry,
@@ -164,13 +182,16 @@ def served_layer(
         sinks=None if sinks is None else sinks.detach().to(maps.value_up.device, torch.float32),
         **_reconstructed(maps, tables),
     )
-    return LayerProjections(maps, seen)
+    return LayerProjections(maps, description)
 
 
-def rotated_maps(maps: Maps, layer: LayerSpec, bits: int | None, turns: type[Format]) -> Maps:
-    """Maps whose stored numbers are rotated for a format, within the tiers that share a scale."""
+def rotated_maps(
+    maps: Maps, layer: LayerSpec, bits: int | None, number_format: type[Format]
+) -> Maps:
+    """Maps whose stored numbers are rotated (Hadamard) for a number format, within the tiers that
+    share a scale."""
     keys, values = (
-        [tier_rotation(tiers(x, bits, turns)) for x in latents]
+        [tier_rotation(tiers(x, bits, number_format)) for x in latents]
         for latents in (layer.key_latents, layer.value_latents)
     )
     return maps.to(torch.float64).rotated(keys, values)
@@ -182,27 +203,34 @@ def install(
     sidecar: Sidecar,
     spec: CacheSpec,
     bits: int | None,
-    turns: type[Format] | None,
+    hadamard_for: type[Format] | None,
 ) -> list[LayerAttention]:
-    """Let a model that is an engine's own attend through contexts. layers: as its original's, by
-    name; spec: as `served_spec`; bits: of what is stored, None as planned; turns: the format that
-    numbers are rotated for, or None. Returns the layers as attention sees them."""
-    found = []
+    """Install projections and the paged attention function into the engine's own copy of a model,
+    in place.
+
+    layers: attention layers of the original model.
+    spec: from `served_spec`.
+    bits: of stored numbers; None: as planned.
+    hadamard_for: the format that stored numbers are rotated for, or None.
+
+    Returns the layers' descriptions for attention backends.
+    """
+    descriptions = []
     tables: dict[bytes, RotaryTable] = {}
-    for index, (layer, own) in enumerate(zip(layers, spec.layers, strict=True)):
+    for index, (layer, layer_spec) in enumerate(zip(layers, spec.layers, strict=True)):
         maps = sidecar.maps[layer.name]
-        if turns is not None:
-            maps = rotated_maps(maps, own, bits, turns)
+        if hadamard_for is not None:
+            maps = rotated_maps(maps, layer_spec, bits, hadamard_for)
         maps = maps.to(model.device, model.dtype)
-        served = served_layer(index, spec, maps, layer.window, layer.sinks, tables)
+        projections = served_layer(index, spec, maps, layer.window, layer.sinks, tables)
         if layer.scaling is not None:
-            served.scale = layer.scaling / spec.geometry.scaling
+            projections.scale = layer.scaling / spec.geometry.scaling
         module = model.get_submodule(layer.name)
-        module.__dict__ |= {_PROJECTIONS: served, _HANDLE: served.handle}
-        found.append(served.layer)
+        module.__dict__ |= {_PROJECTIONS: projections, _HANDLE: projections.handle}
+        descriptions.append(projections.layer)
     if PAGED not in ALL_ATTENTION_FUNCTIONS.valid_keys():
         ALL_ATTENTION_FUNCTIONS.register(PAGED, _attention)
-    return found
+    return descriptions
 
 
 def _entry_maps(maps: Maps, layer: LayerAttention) -> EntryMaps:
@@ -230,7 +258,8 @@ def _output_maps(maps: Maps, layer: LayerSpec, geometry: Geometry) -> OutputMaps
 
 
 def _reconstructed(maps: Maps, tables: dict[bytes, RotaryTable]) -> dict[str, Any]:
-    """What reconstructs keys before RoPE. tables: of layers so far, by their angles."""
+    """Fields of `LayerAttention` that reconstruct keys before RoPE. tables: RoPE tables of earlier
+    layers, by their angles."""
     if not isinstance(maps, RopeMaps):
         return {"key_up": None, "key_mean": None, "rope": None}
     angles = maps.rotation.inv_freq.cpu().numpy().tobytes()
@@ -247,32 +276,33 @@ def _attention(
     position_ids: Any = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of q [1, Hq, N, d] through the step's context: [1, N, Hq, dv]."""
-    how = query, key, value, plain_positions(position_ids), getattr(module, _HANDLE)
+    """Attention function for transformers: q [1, Hq, N, d] through the step's context to
+    [1, N, Hq, dv]."""
+    inputs = query, key, value, plain_positions(position_ids), getattr(module, _HANDLE)
     if torch.compiler.is_compiling():
-        return torch.ops.kvfold.served_attention(*how), None
-    return _attend(*how), None
+        return torch.ops.kvfold.served_attention(*inputs), None
+    return _attend(*inputs), None
 
 
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, positions: Tensor | None, handle: Tensor
 ) -> Tensor:
-    """Of the layer with this handle."""
-    served = _projections[int(handle)]
-    if served.scale != 1:
-        query = query * served.scale
-    q, entries = served.score_space(
+    """Attention of the layer with this handle."""
+    projections = _projections[int(handle)]
+    if projections.scale != 1:
+        query = query * projections.scale
+    q, entries = projections.score_space(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
         None if positions is None else positions[0],
     )
     assert entries is not None, "each layer of an engine's model stores its own"
-    out = STEP_CACHE.attend(served.layer, q[None], entries[None])
+    out = STEP_CACHE.attend(projections.layer, q[None], entries[None])
     return out.unflatten(-1, (query.shape[1], -1))
 
 
-# An operation of PyTorch's, so that torch.compile leaves attention whole, whatever a step needs.
+# A custom op, so that torch.compile does not trace into attention.
 @torch.library.custom_op(
     "kvfold::served_attention",
     mutates_args=(),

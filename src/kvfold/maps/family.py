@@ -1,4 +1,5 @@
-"""What compression asks of a model's family, of any model: what its layers ask of attention."""
+"""A model family built from a probe of a model's attention layers, for models without one in
+`models.families`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -16,9 +17,14 @@ from kvfold.utils.errors import SettingError
 
 
 class AttentionFamily(Family):
-    """Of one model, whose layers `found` call attention and are alike in their heads; layers
-    `left` call it, too. Keys are taken as attention gets them, or before RoPE where `rotations` say
-    how each layer rotates them."""
+    """The family of one model, for calibration and planning. Subclasses made by `attention_family`
+    set:
+
+    compressed: attention layers with the same heads that get maps.
+    uncompressed: other attention layers.
+    rotations: RoPE of each layer, if keys are taken before RoPE; else keys are taken as attention
+        gets them.
+    """
 
     compressed: ClassVar[list[AttentionLayer]]
     uncompressed: ClassVar[list[AttentionLayer]]
@@ -56,7 +62,7 @@ class AttentionFamily(Family):
 
     @classmethod
     def layers(cls, model: Any) -> Any:
-        """Of the model, those that are left included."""
+        """The decoder layers of the model, uncompressed ones included."""
         names = dict.fromkeys(
             x.name.rpartition(".")[0] for x in (*cls.compressed, *cls.uncompressed)
         )
@@ -64,13 +70,13 @@ class AttentionFamily(Family):
 
     @classmethod
     def rotary(cls, model: Any) -> nn.Module | None:
-        """The first module that makes RoPE's tables, by its name."""
+        """The first module that computes RoPE tables, found by its class name."""
         return next(iter(cls.rotaries(model)), None)
 
     @classmethod
     def rotaries(cls, model: Any) -> list[nn.Module]:
-        each = model.base_model.modules()
-        return [x for x in each if type(x).__name__.endswith("RotaryEmbedding")]
+        modules = model.base_model.modules()
+        return [x for x in modules if type(x).__name__.endswith("RotaryEmbedding")]
 
     @classmethod
     def rope_tables(cls, model: Any, tokens: int) -> tuple[Tables | None, float]:
@@ -87,39 +93,40 @@ class AttentionFamily(Family):
             rotation = cls.rotations[layer.name]
             if rotation not in tables:
                 like = rotation.inv_freq
-                found = rotation(like, places.to(like.device)) if rotation.rotates else None
-                tables[rotation] = found
-        each = (cls.rotations[layer.name] for layer in cls.compressed)
-        return [(tables[x], 1.0, x.order if x.reorders else None) for x in each]
+                layer_tables = rotation(like, places.to(like.device)) if rotation.rotates else None
+                tables[rotation] = layer_tables
+        rotations = (cls.rotations[layer.name] for layer in cls.compressed)
+        return [(tables[x], 1.0, x.order if x.reorders else None) for x in rotations]
 
     @classmethod
     def projections(cls, attention: Any, geometry: Geometry) -> Projections:
-        """Nothing is known of the weights: all that attention gives counts alike."""
+        """Weights are unknown here, so all attention outputs count equally (an identity output
+        projection)."""
         width = geometry.num_query_heads * geometry.head_dim
         device = cls.compressed[0].keys.device
-        none = torch.zeros(0, geometry.hidden_size, device=device), None
-        alike = torch.eye(width, device=device), None
-        return Projections.of(q=none, k=none, v=none, o=alike)
+        empty = torch.zeros(0, geometry.hidden_size, device=device), None
+        identity = torch.eye(width, device=device), None
+        return Projections.of(q=empty, k=empty, v=empty, o=identity)
 
     @classmethod
     def logits(cls, model: Any, hidden: Tensor) -> Tensor:
-        """By the model's own forward, in which its base gives these hidden states; that of OPT
-        calls the decoder inside its base."""
-        flat = hidden.reshape(1, -1, hidden.shape[-1])
+        """Logits by the model's own forward, whose base model is replaced by one that returns
+        `hidden`. OPT calls the decoder inside its base model, so that is replaced too."""
+        sequence = hidden.reshape(1, -1, hidden.shape[-1])
 
         def hidden_states(*_: Any, **__: Any) -> _Hidden:
-            return _Hidden(flat)
+            return _Hidden(sequence)
 
         base, inner = decoder_of(model), model.get_decoder()
         if all(x is not inner for x in base.modules()):  # ModernBERT calls its head so
             inner = base
         with replaced_forward(base, hidden_states), replaced_forward(inner, hidden_states):
-            found: Tensor = model(inputs_embeds=flat, use_cache=False).logits
-        return found.view(*hidden.shape[:-1], found.shape[-1])
+            out: Tensor = model(inputs_embeds=sequence, use_cache=False).logits
+        return out.view(*hidden.shape[:-1], out.shape[-1])
 
 
 class _Hidden:
-    """What a base model gives: last hidden states, and nothing else."""
+    """Output of a base model that has only last hidden states."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -134,23 +141,26 @@ class _Hidden:
 def attention_family(
     layers: Sequence[AttentionLayer],
     rotations: Mapping[str, Rotation] | None = None,
-    left: Sequence[AttentionLayer] = (),
+    uncompressed: Sequence[AttentionLayer] = (),
 ) -> type[Family]:
-    """The family of a model with these layers, alike in their heads. rotations: of them by name,
-    where keys are taken before RoPE; left: layers that stay as they are."""
+    """Create the family of a model with these attention layers, which have the same heads.
+
+    rotations: RoPE by layer name, if keys are taken before RoPE.
+    uncompressed: attention layers that stay uncompressed.
+    """
     names = {
         "compressed": list(layers),
-        "uncompressed": list(left),
+        "uncompressed": list(uncompressed),
         "rotations": rotations or {},
         "sinks": any(layer.sinks is not None for layer in layers),
-        "layer_names": tuple(layer.name for layer in layers) if left else None,
+        "layer_names": tuple(layer.name for layer in layers) if uncompressed else None,
     }
     return type("ModelsFamily", (AttentionFamily,), names)
 
 
 def check_alike(layers: Sequence[AttentionLayer]) -> None:
-    """Raises SettingError for layers that no one plan describes: with unlike heads, or that read
-    the keys and values of others."""
+    """Raises SettingError for layers that one plan cannot describe: with different heads, or
+    sharing another layer's keys and values."""
     first = layers[0]
     for layer in layers:
         if layer.source != layer.name:

@@ -1,8 +1,9 @@
-"""The maps of one layer: what is stored of its keys and values, and what they come back as.
+"""The maps of one layer: how keys and values are projected before they are stored, and projected
+back.
 
 Shapes: B batch, T tokens; Hq / Hk query / KV heads, G = Hq / Hk; d, dv head dims of keys and
-values; n value latents, each of h adjacent heads; r, s numbers that the widest key and value latent
-store. Shorter latents are padded with zeros.
+values; n value latents, each of h adjacent heads; r, s widest key and value latent. Shorter latents
+are padded with zeros.
 """
 
 from collections.abc import Sequence
@@ -23,14 +24,16 @@ NEAR = 2**-10  # by how much of its length fp16 may change a direction, which is
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Maps:
-    """key_down, key_up [Hk, d, r], key_shift [Hk, r]: key_down^T k - key_shift is stored, and
-    scored by key_up^T q. A shift adds the same to all scores of a query, which softmax does not
-    see; where scores are capped or a sink stands beside them it is zero.
+    """Projections of one layer whose keys are scored as stored.
 
-    value_down, value_up [n, h dv, s], value_shift [n, s], value_mean [Hk, dv]: of the values of h
-    heads value_down^T v - value_shift is stored; what attention adds up of it comes back through
-    value_up, plus value_mean. Both are zero where a sink stands beside the scores, since weights
-    then add up to less than one.
+    key_down, key_up [Hk, d, r], key_shift [Hk, r]: key_down^T k - key_shift is stored and scored by
+    key_up^T q. A shift adds a constant to all scores of a query, which softmax ignores. With capped
+    scores or sinks it is zero.
+
+    value_down, value_up [n, h dv, s], value_shift [n, s], value_mean [Hk, dv]: for the values of h
+    heads value_down^T v - value_shift is stored. Attention outputs are projected by value_up, and
+    value_mean is added. With sinks, shift and mean are zero, because the weights do not add up to
+    one.
     """
 
     key_down: Tensor
@@ -45,7 +48,8 @@ class Maps:
 
     @classmethod
     def of(cls, keys: Sequence[LatentMaps], values: Sequence[LatentMaps]) -> "Maps":
-        """Of a layer's latents: one of keys a KV head, those of values of as many heads each."""
+        """Maps from a layer's latents: one key latent per KV head, and value latents of equally
+        many heads each."""
         value_mean = torch.cat([x.mean for x in values])
         return cls(
             key_down=stacked([x.down for x in keys]),
@@ -68,7 +72,7 @@ class Maps:
         return self.key_down.shape[1]
 
     def check(self) -> None:
-        """Raises ValueError for tensors whose shapes do not belong together, and for numbers that
+        """Raises ValueError for tensors whose shapes do not fit each other, and for numbers that
         are not finite."""
         for name in self.names:
             if not bool(getattr(self, name).isfinite().all()):
@@ -88,31 +92,31 @@ class Maps:
 
     @property
     def _key_numbers(self) -> int:
-        """Of the keys of all heads."""
+        """Numbers of the keys of all heads, per token."""
         return self.key_down.shape[:2].numel()
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that there is to save."""
+        """The tensors to save, by name."""
         return {name: getattr(self, name) for name in self.names}
 
     @property
     def value_ups(self) -> Tensor:
-        """value_up of every KV head [Hk, dv, s]."""
+        """value_up per KV head [Hk, dv, s]."""
         return self.value_up.unflatten(1, (-1, self.value_mean.shape[1])).flatten(0, 1)
 
     def are_stored(self, k: Tensor, v: Tensor) -> bool:
-        """Whether keys and values [B, heads, T, width] are as stored, by their shapes. Takes maps
-        of `with_stored_shape`."""
+        """Whether keys and values [B, heads, T, width] are projected already, judged by their
+        shapes. Only for maps from `with_stored_shape`."""
         return (k.shape[3], v.shape[3], v.shape[1]) == self.stored_shape
 
     @property
     def stored_shape(self) -> tuple[int, int, int]:
-        """Numbers of a key and of a value as stored, and how many values there are of a token."""
+        """(numbers of a stored key, numbers of a stored value, stored values per token)."""
         return self.key_down.shape[2], self.value_down.shape[2], self.value_down.shape[0]
 
     def with_stored_shape(self) -> "Maps":
-        """The same maps, which store other shapes than the model has, and something: where they do
-        not, keys or values get zeros."""
+        """The same maps, padded with zeros if necessary, so that stored keys and values are not
+        empty and their shapes differ from the model's."""
         maps = self
         if not maps.key_down.shape[2]:
             maps = maps._padded("key")
@@ -122,21 +126,26 @@ class Maps:
         return maps._padded("key") if maps.stored_shape == model else maps
 
     def _padded(self, side: Literal["key", "value"]) -> "Maps":
-        """The same maps, which store zeros behind every key or value."""
+        """The same maps, which store extra zeros at the end of each key or value."""
         names = [f"{side}_{x}" for x in ("down", "up", "shift")]
         return replace(self, **{x: pad(getattr(self, x), (0, ZEROS)) for x in names})
 
     def digest(self) -> str:
-        """What tells these maps from others, in hex: of the numbers as a sidecar holds them."""
+        """SHA-256 of the maps as a sidecar holds them, in hex."""
         digest = sha256()
         for tensor in self.tensors().values():
             digest.update(tensor.detach().float().contiguous().cpu().numpy().data)
         return digest.hexdigest()
 
     def rotated(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Self:
-        """With what every latent of keys and of values stores rotated, by [r, r] of its rank."""
-        k = torch.stack([_square(q, self.key_up.shape[2]) for q in keys]).to(self.key_down)
-        v = torch.stack([_square(q, self.value_up.shape[2]) for q in values]).to(self.value_down)
+        """Maps whose stored latents are rotated. keys, values: an orthogonal matrix [r, r] per
+        latent."""
+        k = torch.stack([_square(matrix, self.key_up.shape[2]) for matrix in keys]).to(
+            self.key_down
+        )
+        v = torch.stack([_square(matrix, self.value_up.shape[2]) for matrix in values]).to(
+            self.value_down
+        )
         return replace(
             self,
             key_down=self.key_down @ k,
@@ -148,41 +157,42 @@ class Maps:
         )
 
     def to(self, *args: object) -> Self:
-        """The same in another dtype, on another device, or as a tensor is."""
+        """The maps with another dtype or device, or like a tensor, as in `Tensor.to`."""
         return replace(self, **{name: getattr(self, name).to(*args) for name in self.names})
 
     def latents(self, k: Tensor, v: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Keys [B, Hk, T, d] and values [B, Hk, T, dv] of tokens at positions int64 [B or 1, T], as
-        what the layer's plan stores of each."""
+        """Project keys [B, Hk, T, d] and values [B, Hk, T, dv] to their latents
+        [B, latents, T, r and s]. positions int64 [B or 1, T]: of the tokens."""
         return self.keys(k), self.values(v)
 
     def stored(self, k: Tensor, v: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The same as a transformers cache stores them [B, ., T, .]."""
+        """Keys and values [B, ., T, .] as a transformers cache stores them. Arguments as in
+        `latents`."""
         return self.latents(k, v, positions)
 
     def attended(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [B, Hq, T, d], and what a transformers cache stores of all tokens, as attention
-        takes them."""
+        """Queries [B, Hq, T, d], and the stored keys and values of all tokens in a transformers
+        cache, converted to what the attention function takes."""
         return self.queries(q), k, self.per_head(v)
 
     def keys(self, k: Tensor) -> Tensor:
-        """Keys [B, Hk, T, d] as they are stored [B, Hk, T, r]."""
+        """Project keys [B, Hk, T, d] to stored keys [B, Hk, T, r]."""
         return k @ self.key_down - self.key_shift[:, None]
 
     def values(self, v: Tensor) -> Tensor:
-        """Values [B, Hk, T, dv] as they are stored [B, n, T, s]."""
+        """Project values [B, Hk, T, dv] to stored values [B, n, T, s]."""
         n = self.value_down.shape[0]
         whole = v.unflatten(1, (n, -1)).transpose(2, 3).flatten(3)
         return whole @ self.value_down - self.value_shift[:, None]
 
     def queries(self, q: Tensor) -> Tensor:
-        """Queries [B, Hq, T, d] that score stored keys [B, Hq, T, r]."""
+        """Project queries [B, Hq, T, d] to [B, Hq, T, r], which score stored keys."""
         grouped = q.unflatten(1, (self.num_heads, -1))
         return torch.einsum("bhgtd,hdr->bhgtr", grouped, self.key_up).flatten(1, 2)
 
     def per_head(self, z: Tensor) -> Tensor:
-        """Stored values [B, n, T, s] for every KV head [B, Hk, T, s], without a copy where a latent
-        serves one head or all."""
+        """Stored values [B, n, T, s] per KV head [B, Hk, T, s], without a copy if a latent serves
+        one head or all."""
         n, heads = z.shape[1], self.num_heads
         if n == heads:
             return z
@@ -191,15 +201,15 @@ class Maps:
         return z.repeat_interleave(heads // n, 1)
 
     def outputs(self, out: Tensor) -> Tensor:
-        """What attention adds up [B, T, Hq, s] as the model's own outputs [B, T, Hq, dv]."""
+        """Project attention outputs [B, T, Hq, s] back to the model's dimension [B, T, Hq, dv]."""
         grouped = out.unflatten(2, (self.num_heads, -1))
         mapped = torch.einsum("bthgs,hds->bthgd", grouped, self.value_ups)
         return (mapped + self.value_mean[:, None]).flatten(2, 3)
 
 
 def rounded(latent: LatentMaps) -> LatentMaps:
-    """The same maps, fp32, with numbers of down and up that fp16 holds, so that a sidecar takes 16
-    bits for each. Tensors that are out of fp16's range stay as they are.
+    """The same maps in fp32, rounded to numbers that fp16 can represent, so that a sidecar takes 16
+    bits for each. Tensors out of fp16's range are not rounded.
 
     up is adapted to the rounded down, so that down^T up = I up to the rounding of up alone.
     """
@@ -209,7 +219,8 @@ def rounded(latent: LatentMaps) -> LatentMaps:
 
 
 def _in_half(x: Tensor) -> Tensor:
-    """x [n, r] as fp32, with numbers that fp16 holds where that leaves its columns NEAR."""
+    """Round x [n, r] to fp16 numbers, as fp32, if that changes each column by at most NEAR of its
+    norm; else return x."""
     x = x.float()
     half = x.half().float()
     near = (half - x).norm(dim=0) <= NEAR * x.norm(dim=0)
@@ -217,12 +228,12 @@ def _in_half(x: Tensor) -> Tensor:
 
 
 def stacked(parts: Sequence[Tensor]) -> Tensor:
-    """Tensors [.., r] of as many numbers but the last dim's, as one, padded with zeros there."""
+    """Stack tensors [.., r] that differ only in r, padded with zeros to the widest."""
     widest = max(x.shape[-1] for x in parts)
     return torch.stack([pad(x, (0, widest - x.shape[-1])) for x in parts])
 
 
 def _square(x: Tensor, size: int) -> Tensor:
-    """x [r, r] in the corner of zeros [size, size]."""
-    more = size - len(x)
-    return pad(x, (0, more, 0, more))
+    """Pad x [r, r] with zeros to [size, size]."""
+    padding = size - len(x)
+    return pad(x, (0, padding, 0, padding))

@@ -1,4 +1,4 @@
-"""Which modules of a model call attention, and with what: found by one short forward.
+"""Find the attention layers of a model, and what they pass to attention, by one short forward.
 
 Shapes: T probe tokens; Hq / Hk query / KV heads, d, dv head dims of keys and values.
 """
@@ -21,19 +21,24 @@ from kvfold.models.finite import probe_ids
 from kvfold.utils.errors import SettingError
 
 TOKENS = 16
-_LOOK = "kvfold_look"
-_PROBE = "_kvfold_probe"  # of a module, in its __dict__, while a probe looks
-MASKED_BY_VALUES = ("doge",)  # masks are computed from the values that the cache gives back
+_LOOK = "kvfold_look"  # name of the attention function that records its arguments
+_PROBE = "_kvfold_probe"  # attribute of a module while a probe records
+MASKED_BY_VALUES = ("doge",)  # types that compute masks from the values that the cache returns
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionLayer:
-    """A module that calls attention. name: in the model; source: of the module whose keys and
-    values it reads, its own name in most models, None where they are not as a cache stores them;
-    sinks [Hq]: scores of its own that stand beside all others, or None; window: tokens that a query
-    sees (None: all). keys [Hk, T, d], values [Hk, T, dv]: of the probe, where attention gives
-    nothing in any layer. positions int64 [1, T]: where attention was told the probe's tokens are,
-    or None."""
+    """A module that calls attention, as recorded by a probe forward in which attention returns
+    zeros.
+
+    name: of the module in the model.
+    source: name of the module whose keys and values it reads; mostly its own; None if they are not
+        those that the cache stores.
+    sinks [Hq]: learned sink score per query head, or None.
+    window: sliding window in tokens (None: full attention).
+    keys [Hk, T, d], values [Hk, T, dv]: of the probe tokens.
+    positions int64 [1, T]: of the probe tokens, as passed to attention, or None.
+    """
 
     name: str
     source: str | None
@@ -49,7 +54,7 @@ class AttentionLayer:
 
     @property
     def shape(self) -> tuple[int, int, int, int, float | None]:
-        """What layers have to share to be planned together."""
+        """What layers must share to be planned together."""
         heads = self.num_query_heads, self.num_kv_heads
         return (*heads, self.head_dim, self.value_dim, self.softcap)
 
@@ -67,8 +72,8 @@ class AttentionLayer:
 
 
 class _Probe:
-    """A forward that is looked at: what caches gave back, by whom it was first read, and the layers
-    so far."""
+    """Records one forward: the keys and values that caches returned, which module read each first,
+    and the attention layers so far."""
 
     def __init__(self, model: Any) -> None:
         self.names = {module: name for name, module in model.named_modules()}
@@ -77,7 +82,8 @@ class _Probe:
         self.layers: list[AttentionLayer] = []
 
     def source(self, name: str, key: Tensor, value: Tensor) -> str | None:
-        """Who read these keys and values first, this one if nobody did; None for other ones."""
+        """The name of the module that read these keys and values first, `name` if none did before;
+        None if no cache returned them."""
         for i, (k, v) in reversed(list(enumerate(self.cached))):
             if _same(k, key) and _same(v, value):
                 return self.readers.setdefault(i, name)
@@ -85,8 +91,7 @@ class _Probe:
 
     @contextmanager
     def watching(self, model: Any) -> Iterator[None]:
-        """Caches that pass through modules write down what they give back, and the model's
-        attention writes down what it is asked."""
+        """Context manager: caches record what they return, and attention records its arguments."""
         modules = [(x, x.training) for x in model.modules()]
         hooks = []
         try:
@@ -103,19 +108,20 @@ class _Probe:
                 module.__dict__.pop(_PROBE, None)
 
     def _watch(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Watch the caches among a module's arguments, which live as long as the probe."""
+        """Forward pre-hook: wrap `update` of the caches among a module's arguments, which live as
+        long as the probe."""
         for value in (*args, *kwargs.values()):
             if isinstance(value, Cache) and "update" not in value.__dict__:
                 value.update = partial(self._updated, value.update)  # type: ignore[method-assign]
 
     def _updated(self, update: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        found = update(*args, **kwargs)
-        self.cached.append(found[:2])
-        return found
+        updated = update(*args, **kwargs)
+        self.cached.append(updated[:2])
+        return updated
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are one, or views alike."""
+    """Whether two tensors are the same tensor, or equal views of one."""
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
 
 
@@ -125,9 +131,9 @@ def _look(
     key: Tensor,
     value: Tensor,
     attention_mask: Any = None,
-    **asked: Any,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention that gives nothing, and writes down what it was asked."""
+    """Attention function that returns zeros and records its arguments."""
     probe = module.__dict__[_PROBE]
     name = probe.names[module]
     probe.layers.append(
@@ -136,13 +142,13 @@ def _look(
             source=probe.source(name, key, value),
             module=module,
             num_query_heads=query.shape[1],
-            scaling=asked.get("scaling"),
-            softcap=asked.get("softcap"),
-            window=asked.get("sliding_window"),
-            sinks=asked.get("s_aux"),
+            scaling=kwargs.get("scaling"),
+            softcap=kwargs.get("softcap"),
+            window=kwargs.get("sliding_window"),
+            sinks=kwargs.get("s_aux"),
             keys=key[0],
             values=value[0],
-            positions=plain_positions(asked.get("position_ids")),
+            positions=plain_positions(kwargs.get("position_ids")),
         )
     )
     shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
@@ -150,7 +156,7 @@ def _look(
 
 
 def plain_positions(positions: Any) -> Tensor | None:
-    """`position_ids` where they say one place a token, [B or 1, T], else None."""
+    """`position_ids` if they give one position per token [B or 1, T], else None."""
     return positions if isinstance(positions, Tensor) and positions.dim() == 2 else None
 
 
@@ -160,27 +166,27 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(_LOOK, ALL_MASK_ATTENTION_FUNCTIONS["eager
 
 @torch.no_grad()
 def attention_layers(model: Any, positions: Tensor | None = None) -> list[AttentionLayer]:
-    """The layers of a causal LM that call transformers' attention, in order. positions int64 [T]:
-    of the probe's tokens (None: the first ones)."""
+    """The attention layers of a causal LM, in the order of their calls. positions int64 [T]: of the
+    probe tokens (None: 0, 1, ..)."""
     probe = _Probe(model)
     count = TOKENS if positions is None else len(positions)
     ids = probe_ids(model.get_input_embeddings().num_embeddings, count)
     device = input_device(model)
-    more = {} if positions is None else {"position_ids": positions[None].to(device)}
+    options = {} if positions is None else {"position_ids": positions[None].to(device)}
     with using_attention(model, lambda _: _LOOK), probe.watching(model):
         # The whole model: compressed-tensors unpacks weights in a hook of it.
-        model(input_ids=torch.tensor([ids], device=device), use_cache=True, **more)
+        model(input_ids=torch.tensor([ids], device=device), use_cache=True, **options)
     return probe.layers
 
 
 def unwrapped(model: Any) -> Any:
-    """The model of transformers inside what torch.compile or PEFT made of it."""
+    """The transformers model inside a model wrapped by torch.compile or PEFT."""
     model = getattr(model, "_orig_mod", model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def learns_prompt(model: Any) -> bool:
-    """Whether PEFT puts learned tokens or keys before a model's prompts, outside of the model."""
+    """Whether a PEFT adapter prepends learned tokens or keys to prompts, outside the model."""
     adapters = getattr(model, "peft_config", None)
     return isinstance(adapters, dict) and any(
         getattr(x, "is_prompt_learning", False) for x in adapters.values()
@@ -189,7 +195,7 @@ def learns_prompt(model: Any) -> bool:
 
 def check_layers(model: Any, layers: Sequence[AttentionLayer]) -> None:
     """Raises SettingError for a model whose layers do not call transformers' attention interface,
-    or with other keys and values than their cache stores."""
+    or attend to other keys and values than the cache stores."""
     kind = model.config.model_type
     if not layers or not model._can_set_attn_implementation():
         raise SettingError(
@@ -211,39 +217,40 @@ def check_layers(model: Any, layers: Sequence[AttentionLayer]) -> None:
 
 
 def is_recurrent(model: Any) -> bool:
-    """Whether some layers keep a state that is no keys and values of tokens."""
+    """Whether some layers keep a recurrent state instead of keys and values per token."""
     kinds = [type(layer).__name__ for layer in DynamicCache(config=model.config).layers]
     return bool(model._is_stateful) or any("Linear" in kind for kind in kinds)
 
 
 @contextmanager
 def using_attention(model: Any, name: Callable[[str], str]) -> Iterator[None]:
-    """The model with the attention function that `name` gives for each one in use, until the block
-    ends."""
+    """Context manager: replace each attention function in use by the one that `name` returns for
+    it."""
     before = set_attention(model, name)
     try:
         yield
     finally:
-        for config, own in before:
-            config._attn_implementation = own
+        for config, previous in before:
+            config._attn_implementation = previous
 
 
 def set_attention(model: Any, name: Callable[[str], str]) -> list[tuple[Any, str]]:
-    """Put another attention function into all configs of a model; returns what they had."""
+    """Set the attention function of each config of a model to what `name` returns for the current
+    one. Returns the configs with their previous functions."""
     configs = {id(x.config): x.config for x in model.modules() if hasattr(x, "config")}
     before = [(x, x._attn_implementation) for x in configs.values()]
-    names = [name(own) for _, own in before]  # all, before one is changed: it may raise
-    for (config, _), other in zip(before, names, strict=True):
-        config._attn_implementation = other
+    names = [name(previous) for _, previous in before]  # all, before one is changed: it may raise
+    for (config, _), chosen in zip(before, names, strict=True):
+        config._attn_implementation = chosen
     return before
 
 
 def eager_attention(module: nn.Module) -> Callable[..., Any]:
-    """The attention that a module's file falls back to. Raises SettingError where it has none."""
-    found = getattr(import_module(type(module).__module__), "eager_attention_forward", None)
-    if found is None:
+    """The eager attention function of a module's file. Raises SettingError if it has none."""
+    function = getattr(import_module(type(module).__module__), "eager_attention_forward", None)
+    if function is None:
         raise SettingError(
             f"{type(module).__name__} has no eager attention: load the model with"
             " attn_implementation='sdpa'"
         )
-    return found
+    return function

@@ -1,4 +1,5 @@
-"""A folder of maps, named where a model is wanted: it stands for its base with these maps."""
+"""Load a model by the name of its folder of maps, which stands for the base model with these
+maps."""
 
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,8 +15,9 @@ M = TypeVar("M")
 
 
 def base_and_maps(model: Path | str, maps: M | None = None) -> tuple[str, M | str | None]:
-    """The names of a model and its maps: of a folder of maps, its base and this folder; else what
-    was given. Raises SettingError for a base that cannot be read, and for two sets of maps."""
+    """Split a name into the name of a model and its maps. For a folder of maps: its base model and
+    the folder; otherwise the arguments unchanged. Raises SettingError for a base that cannot be
+    loaded, and for two sets of maps."""
     if not holds_maps(model):
         return str(model), maps
     if maps is not None:
@@ -34,7 +36,7 @@ def base_and_maps(model: Path | str, maps: M | None = None) -> tuple[str, M | st
 
 
 def holds_maps(model: Path | str) -> bool:
-    """Whether a name is that of a folder of maps."""
+    """Whether a name is a folder of maps."""
     return (Path(model) / PLAN).is_file()
 
 
@@ -45,8 +47,8 @@ def load(
     device: str | None = None,
     **options: Any,
 ) -> Any:
-    """As `loading.load`; of a folder of maps: their base, with the maps attached. Raises
-    ValueError."""
+    """Load a model as `hub.loading.load` does; for a folder of maps, load its base and attach the
+    maps. Raises ValueError."""
     if not isinstance(name, str | Path):
         return loading.load(name)  # which says what is wrong
     base, maps = base_and_maps(name)

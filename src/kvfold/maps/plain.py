@@ -1,5 +1,5 @@
-"""Maps that drop nothing, for caches of few bits: what is stored can be rotated, and a constant is
-taken out of it.
+"""Full-rank maps for caches with few bits: they allow stored numbers to be rotated, and subtract a
+constant from them.
 
 Shapes: T tokens; Hk KV heads, d, dv head dims of keys and values.
 """
@@ -20,15 +20,17 @@ from kvfold.maps.sidecar import Sidecar
 from kvfold.models.rotary import position_limit
 from kvfold.utils.errors import SettingError
 
-TOKENS, SPAN = 256, 8192  # of which means are taken, and the positions over which they lie
+TOKENS, SPAN = 256, 8192  # tokens for which means are computed, and the range of their positions
 
 
 class Means(NamedTuple):
-    """What is not stored of a layer's keys [Hk, d] and values [Hk, dv], fp32 on the CPU.
+    """Constants that are subtracted from a layer's keys [Hk, d] and values [Hk, dv] before they are
+    stored; fp32 on the CPU.
 
-    A constant in all keys of a head adds the same to all scores of a query, and one in all values
-    comes back as it is, where attention's weights add up to one. Biases of hundreds, such as
-    Qwen2.5's in pairs that RoPE hardly rotates, would otherwise set the scale of all numbers.
+    A constant in all keys of a head adds the same to all scores of a query. A constant in all
+    values is added to the output, because attention weights add up to one. Without this, large
+    biases (hundreds in Qwen2.5, in dimensions that RoPE hardly rotates) would set the scale of all
+    numbers.
     """
 
     keys: Tensor
@@ -36,23 +38,23 @@ class Means(NamedTuple):
 
     @classmethod
     def of(cls, keys: Tensor, values: Tensor, *, capped: bool, sinks: bool) -> "Means":
-        """Of keys [Hk, T, d] and values [Hk, T, dv] of some tokens; zeros where attention would
-        change (capped: scores are; sinks: a score without a value stands beside them)."""
+        """Means over T tokens of keys [Hk, T, d] and values [Hk, T, dv]; zeros where subtracting
+        them would change attention (capped: scores are capped; sinks: attention has sinks)."""
         k, v = (x.detach().float().cpu().mean(1) for x in (keys, values))
         k, v = (x.where(x.isfinite(), 0.0) for x in (k, v))  # where a model overflows by itself
         return cls(k * (not (capped or sinks)), v * (not sinks))
 
 
 def mean_positions(limit: int) -> Tensor:
-    """Positions int64 [T] that differ, drawn from the first `limit`, at most SPAN: at equal steps
-    some pair of RoPE's would not rotate at all."""
+    """Positions int64 [T], sorted, drawn at random from the first `limit`, at most SPAN. With equal
+    steps some RoPE pair would not rotate at all."""
     span = min(limit, SPAN)
     drawn = torch.randperm(span, generator=torch.Generator().manual_seed(0))
     return drawn[:TOKENS].sort().values
 
 
 def measured_means(model: Any) -> list[Means]:
-    """Of a causal LM's layers that call attention, in order, by one short forward."""
+    """The means of a causal LM's attention layers, in order, by one short forward."""
     return [_means(x) for x in _probed_layers(model)]
 
 
@@ -66,9 +68,9 @@ def _means(layer: AttentionLayer) -> Means:
 
 
 def plain_sidecar(model: Any) -> tuple[list[AttentionLayer], Sidecar]:
-    """The layers of a causal LM of any type, with one token's keys and values, and maps that drop
-    nothing, by one short forward. The maps are of this model alone: no probes of it are kept.
-    Raises SettingError for one whose attention cannot have maps."""
+    """The attention layers of a causal LM of any type, and full-rank maps for it, by one short
+    forward. The layers keep the keys and values of one token. The maps fit this model alone: no
+    probes of it are stored. Raises SettingError for a model whose attention cannot have maps."""
     layers = _probed_layers(model)
     check_layers(model, layers)
     check_alike(layers)
@@ -83,14 +85,15 @@ def plain_sidecar(model: Any) -> tuple[list[AttentionLayer], Sidecar]:
 
 
 def _one_token(layer: AttentionLayer) -> AttentionLayer:
-    """Without the keys and values of all others, which would stay in memory."""
+    """The layer with the keys and values of its first token only, to free the memory of the
+    others."""
     keys, values = (x[:, :1].clone() for x in (layer.keys, layer.values))
     return replace(layer, keys=keys, values=values)
 
 
 def with_plain_maps(sidecar: Sidecar, model: Any, layers: Sequence[AttentionLayer]) -> Sidecar:
-    """With maps that drop nothing for the layers of a model that have none. Raises SettingError for
-    layers with unlike heads."""
+    """The sidecar with full-rank maps added for the model's layers that have none. Raises
+    SettingError for layers with different heads."""
     if len(sidecar.maps) != len(sidecar.spec.layers):
         raise SettingError(
             f"`maps` are of {len(sidecar.maps)} layers and their plan of"
@@ -101,19 +104,19 @@ def with_plain_maps(sidecar: Sidecar, model: Any, layers: Sequence[AttentionLaye
         return sidecar
     check_alike(layers)
     geometry = replace(sidecar.spec.geometry, num_layers=len(layers))
-    (whole,) = full_spec(geometry, 1).layers
+    (full_layer,) = full_spec(geometry, 1).layers
     means = measured_means(model)
     maps = {
-        x.name: sidecar.maps.get(x.name) or plain_maps(y)
-        for x, y in zip(layers, means, strict=True)
+        x.name: sidecar.maps.get(x.name) or plain_maps(layer_means)
+        for x, layer_means in zip(layers, means, strict=True)
     }
-    specs = tuple(planned.get(layer.name, whole) for layer in layers)
+    specs = tuple(planned.get(layer.name, full_layer) for layer in layers)
     spec = replace(sidecar.spec, layers=specs, geometry=geometry)
     return replace(sidecar, maps=maps, spec=spec)
 
 
 def plain_maps(means: Means) -> Maps:
-    """Identity maps, fp32, of a layer with these means."""
+    """Identity maps (fp32) of a layer with these means."""
     key, value = (torch.eye(x.shape[1]).expand(len(x), -1, -1) for x in means)
     return Maps(
         key_down=key,
@@ -127,6 +130,6 @@ def plain_maps(means: Means) -> Maps:
 
 
 def full_spec(geometry: Geometry, layers: int) -> CacheSpec:
-    """What layers store with `plain_maps`: every head's keys and values in full."""
+    """The spec of layers with `plain_maps`: full keys and values of each head."""
     layer = replace(plain_layer(geometry), keys="post_rope", values="rebuilt")
     return CacheSpec(geometry=geometry, layers=(layer,) * layers)

@@ -1,7 +1,7 @@
-"""The maps of a layer whose keys are stored before RoPE: reconstructed, then rotated, for every
-score.
+"""The maps of a layer whose keys are stored before RoPE: for each score they are reconstructed,
+then rotated.
 
-Shapes: as in `maps`; S cached tokens; m key latents, each of h adjacent heads.
+Shapes: as in `layer_maps`; S cached tokens; m key latents, each of h adjacent heads.
 """
 
 from collections.abc import Sequence
@@ -21,15 +21,18 @@ from kvfold.utils.errors import SettingError
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RopeMaps(Maps):
-    """key_down, key_up [m, h d, r], key_shift [m, r], key_mean [Hk, d]: of un-rotated keys of h
-    heads key_down^T k - key_shift is stored; key_up z + key_mean comes back, is rotated at its
-    token's position, and scored by the model's queries. Keys and queries are in `rotation.order`.
+    """Projections of one layer whose keys are stored before RoPE.
 
-    joint: keys and values of a latent's heads share its numbers: what is stored is the sum of both.
+    key_down, key_up [m, h d, r], key_shift [m, r], key_mean [Hk, d]: for the unrotated keys of h
+    heads key_down^T k - key_shift is stored. To score, key_up z + key_mean is rotated at its
+    token's position. Keys and queries are in `rotation.order`.
 
-    A transformers cache stores a token's position beside its numbers, in DIGITS more of them: so
-    whatever is done to its tokens (cropped, reordered, copied, dropped behind a window) is done to
-    their positions.
+    joint: keys and values of a latent's heads share its numbers; the sum of both projections is
+        stored.
+
+    A transformers cache stores a token's position next to its numbers, as DIGITS additional
+    numbers. So positions follow whatever the cache does to its tokens: cropping, reordering,
+    copying, dropping.
     """
 
     key_mean: Tensor
@@ -42,13 +45,13 @@ class RopeMaps(Maps):
     def before_rope(
         cls, layer: LayerSpec, latents: Sequence[LatentMaps], rotation: Rotation
     ) -> "RopeMaps":
-        """Of the latents of a layer, in its order, whose maps see keys in `rotation.order`."""
-        each = list(zip(layer.latents, latents, strict=True))
+        """Maps from the latents of a layer, in its order. Their keys are in `rotation.order`."""
+        pairs = list(zip(layer.latents, latents, strict=True))
         joint = layer.latents[0].side == "kv"
         if joint:
             keys, values = ([_half(x, i) for x in latents] for i in (0, 1))
         else:
-            keys, values = ([x for latent, x in each if latent.side == s] for s in "kv")
+            keys, values = ([x for latent, x in pairs if latent.side == s] for s in "kv")
         heads = sum(len(x.heads) for x in layer.key_latents)
         return cls(
             key_down=stacked([x.down for x in keys]),
@@ -99,7 +102,7 @@ class RopeMaps(Maps):
         return replace(moved, rotation=self.rotation.to(moved.key_mean.device))
 
     def latents(self, k: Tensor, v: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-        k = self.rotation.unrotated(k, self._places(k, positions)[:, None])
+        k = self.rotation.unrotated(k, self._token_positions(k, positions)[:, None])
         whole = k.unflatten(1, (len(self.key_down), -1)).transpose(2, 3).flatten(3)
         keys, values = whole @ self.key_down - self.key_shift[:, None], self.values(v)
         if self.joint:
@@ -109,26 +112,29 @@ class RopeMaps(Maps):
 
     def stored(self, k: Tensor, v: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
         keys, values = self.latents(k, v, positions)
-        wider = keys if self.joint else values
-        digits = digits_of(self._places(k, positions))[:, None].expand(*wider.shape[:3], DIGITS)
-        wider = torch.cat((wider, digits.to(wider.dtype)), -1)
-        return (wider, values) if self.joint else (keys, wider)
+        with_digits = keys if self.joint else values
+        digits = digits_of(self._token_positions(k, positions))[:, None].expand(
+            *with_digits.shape[:3], DIGITS
+        )
+        with_digits = torch.cat((with_digits, digits.to(with_digits.dtype)), -1)
+        return (with_digits, values) if self.joint else (keys, with_digits)
 
     def attended(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        wider = k if self.joint else v
+        with_digits = k if self.joint else v
         # Without gaps between tokens: PyTorch's kernels read 16 bytes at once, wherever they lie.
-        numbers, digits = wider[..., :-DIGITS].contiguous(), wider[:, 0, :, -DIGITS:]
+        numbers, digits = with_digits[..., :-DIGITS].contiguous(), with_digits[:, 0, :, -DIGITS:]
         z = numbers if self.joint else k
         return self.queries(q), self.reconstructed(z, digits), self.per_head(numbers)
 
     def reconstructed(self, z: Tensor, digits: Tensor) -> Tensor:
-        """Keys [B, Hk, S, d] of stored numbers [B, m, S, r], rotated at the positions that digits
-        [B, S, DIGITS] say."""
+        """Keys [B, Hk, S, d] reconstructed from stored numbers [B, m, S, r] and rotated. digits
+        [B, S, DIGITS]: stored positions."""
         k = (z @ self.key_up.mT).unflatten(3, (-1, self.head_dim)).transpose(2, 3).flatten(1, 2)
         return self.rotation.rotated(k + self.key_mean[:, None], positions_of(digits)[:, None])
 
-    def _places(self, k: Tensor, positions: Tensor | None) -> Tensor:
-        """Where the tokens of keys [B, Hk, T, d] are [B or 1, T]."""
+    def _token_positions(self, k: Tensor, positions: Tensor | None) -> Tensor:
+        """Positions [B or 1, T] of the tokens of keys [B, Hk, T, d]. Raises SettingError if they
+        are unknown but needed."""
         if positions is not None:
             return positions
         if self.rotation.rotates:
@@ -139,10 +145,10 @@ class RopeMaps(Maps):
         return torch.zeros(1, k.shape[2], dtype=torch.int64, device=k.device)
 
     def queries(self, q: Tensor) -> Tensor:
-        """Queries [B, Hq, T, d] that score reconstructed keys."""
+        """Queries [B, Hq, T, d] in `rotation.order`, which score reconstructed keys."""
         return self.rotation.ordered(q)
 
 
 def _half(latent: LatentMaps, i: int) -> LatentMaps:
-    """The part of keys (0) or of values (1) of a latent of both."""
+    """The key part (i = 0) or value part (i = 1) of a joint latent."""
     return LatentMaps(*(x.chunk(2)[i] for x in latent))

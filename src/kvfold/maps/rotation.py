@@ -1,7 +1,8 @@
-"""How the layers of a model rotate keys (RoPE), found by short forwards at two places.
+"""Find out how a model's layers rotate keys (RoPE), by two short forwards at different positions.
 
-Attention gives nothing in both, so that hidden states are the same and keys differ by their
-rotation alone: one is accepted where un-rotated keys coincide. Nothing of a family is known.
+Attention returns zeros in both, so hidden states are equal and keys differ by their rotation alone.
+A candidate rotation is accepted if keys unrotated by it are equal. Nothing about the model's family
+is known.
 
 Shapes: B batch, T tokens; d numbers of a key, of which w are rotated in pairs.
 """
@@ -18,17 +19,20 @@ from kvfold.models.rotary import LONG_ROPE, position_limit
 from kvfold.ops.common.attention import Tables, rotate
 from kvfold.utils.errors import SettingError
 
-LATER_POSITION = 1021  # positions between the two places, where a model has as many
+LATER_POSITION = 1021  # first position of the second forward, if the model allows it
 REMEDY = "use recipe 'swift', which stores keys as attention gets them"
 
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """inv_freq fp32 [w / 2]: angles a position, all 0 where a layer does not rotate; order int64
-    [d]: the first numbers of all pairs, their second ones, then what is not rotated. In this order
-    pairs are (i, i + w / 2), as kernels take them, however the model pairs its numbers.
+    """RoPE of one layer.
 
-    A factor of the model's tables (YaRN's) is no part of it: keys before RoPE have it in them.
+    inv_freq fp32 [w / 2]: angles per position; all 0 if the layer does not rotate.
+    order int64 [d]: first numbers of all pairs, then their second numbers, then the numbers that
+        are not rotated. In this order pairs are (i, i + w / 2), as kernels expect, however the
+        model pairs its numbers.
+
+    The factor of scaled tables (YaRN) is not included: keys before RoPE contain it.
     """
 
     inv_freq: Tensor
@@ -38,13 +42,13 @@ class Rotation:
     attention_scaling = 1.0
 
     def __post_init__(self) -> None:
-        """Code that torch.compile traces cannot read a tensor, so flags are read once."""
+        """Compute the flags once, because code traced by torch.compile cannot read a tensor."""
         object.__setattr__(self, "rotates", bool(self.inv_freq.any()))
         object.__setattr__(self, "reorders", bool((self.order.diff() != 1).any()))
 
     def __call__(self, like: Tensor, positions: Tensor) -> Tables:
-        """cos, sin [.., w] at positions [..], in a tensor's dtype: what a model's rotary module
-        gives. Angles are fp32, as there."""
+        """cos, sin [.., w] at positions [..], in the dtype of `like`, as a model's rotary module
+        returns them. Angles are fp32, as there."""
         angles = positions[..., None].float() * self.inv_freq
         angles = torch.cat((angles, angles), -1)
         return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
@@ -55,25 +59,25 @@ class Rotation:
         return Rotation(self.inv_freq.to(device), self.order.to(device))
 
     def ordered(self, x: Tensor) -> Tensor:
-        """Keys or queries [.., d] in `order`."""
+        """Keys or queries [.., d], with the numbers in `order`."""
         return x[..., self.order] if self.reorders else x
 
     def unrotated(self, k: Tensor, positions: Tensor) -> Tensor:
-        """Keys [.., T, d] as attention gets them at positions [.., T], before RoPE and in `order`,
-        by products of at least fp32."""
-        k, wide = self.ordered(k), torch.promote_types(k.dtype, torch.float32)
+        """Undo RoPE: keys [.., T, d] at positions [.., T], as attention gets them, become keys
+        before RoPE in `order`. Computes in fp32 or wider."""
+        k, dtype = self.ordered(k), torch.promote_types(k.dtype, torch.float32)
         if not self.rotates:
             return k
-        cos, sin = self(k.new_empty(0, dtype=wide), positions)
-        return rotate(k.to(wide), cos, sin, sign=-1).to(k.dtype)
+        cos, sin = self(k.new_empty(0, dtype=dtype), positions)
+        return rotate(k.to(dtype), cos, sin, sign=-1).to(k.dtype)
 
     def rotated(self, k: Tensor, positions: Tensor) -> Tensor:
-        """The inverse, which leaves keys in `order`."""
+        """Inverse of `unrotated`; keys stay in `order`."""
         return rotate(k, *self(k, positions)) if self.rotates else k
 
 
 def no_rotation(head_dim: int, device: torch.device) -> Rotation:
-    """Of a layer whose keys stay as they are."""
+    """The rotation of a layer without RoPE."""
     order = torch.arange(head_dim, device=device)
     return Rotation(torch.zeros(head_dim // 2, device=device), order)
 
@@ -81,33 +85,41 @@ def no_rotation(head_dim: int, device: torch.device) -> Rotation:
 def find_rotations(
     model: Any, layers: Sequence[AttentionLayer], names: Collection[str] | None = None
 ) -> dict[str, Rotation]:
-    """The rotation of layers with these names (None: all), by name; layers that rotate alike share
-    one. layers: of `seam_layers`. Raises SettingError, which names the layer, where a rotation is
-    not of pairs, or depends on how long a sequence is."""
+    """The rotation of each layer in `names` (None: all), by name. Layers with equal RoPE share an
+    object.
+
+    layers: from `attention_layers`.
+
+    Raises SettingError that names the layer if its rotation is not in pairs, or depends on the
+    sequence length.
+    """
     candidates = _Candidates(model)
     rotations: dict[str, Rotation] = {}
-    for layer, other in zip(layers, _later_layers(model), strict=True):
+    for layer, later in zip(layers, _later_layers(model), strict=True):
         if names is None or layer.name in names:
-            rotations[layer.name] = _chosen(model, candidates, layer, other)
+            rotations[layer.name] = _chosen(model, candidates, layer, later)
     return rotations
 
 
 def check_rotations(
     model: Any, layers: Sequence[AttentionLayer], rotations: Mapping[str, Rotation]
 ) -> None:
-    """Raises SettingError where a model does not rotate keys as its maps do. layers: of
-    `seam_layers`; rotations: of some of them, by name."""
+    """Raises SettingError if a model rotates keys differently from its maps.
+
+    layers: from `attention_layers`.
+    rotations: of the maps, by layer name.
+    """
     if not rotations:
         return
-    for layer, other in zip(layers, _later_layers(model), strict=True):
+    for layer, later in zip(layers, _later_layers(model), strict=True):
         rotation = rotations.get(layer.name)
         if rotation is None:
             continue
         if rotation.rotates:
             _check_known(model, layer)
-        elif not torch.equal(layer.values, other.values):
+        elif not torch.equal(layer.values, later.values):
             continue  # positions are embedded with tokens
-        if not _coincide(rotation.to(layer.keys.device), layer, other):
+        if not _coincide(rotation.to(layer.keys.device), layer, later):
             raise SettingError(
                 f"`maps`: {layer.name} rotates keys by other angles than when its maps were made"
                 " (rope_theta or a scaling of RoPE): load the model as it was then, or compress"
@@ -116,7 +128,8 @@ def check_rotations(
 
 
 class _Candidates:
-    """Rotations that the buffers of a model's rotary modules allow, by the width of keys."""
+    """Candidate rotations from the `inv_freq` buffers of a model's rotary modules, by key width and
+    device."""
 
     def __init__(self, model: Any) -> None:
         self.frequencies: list[Tensor] = []
@@ -131,7 +144,8 @@ class _Candidates:
             self.frequencies.append(inv_freq)
 
     def of(self, layer: AttentionLayer) -> list[Rotation]:
-        """No rotation first, then by halves and by neighbours, in both directions."""
+        """Candidates for a layer: no rotation first, then pairs by halves and by neighbours, in
+        both directions."""
         key = layer.head_dim, layer.keys.device
         if key not in self._by_width:
             self._by_width[key] = [no_rotation(*key), *self._pairs(*key)]
@@ -150,7 +164,7 @@ class _Candidates:
 
 
 def _later_layers(model: Any) -> list[AttentionLayer]:
-    """The layers of a model, probed at later positions."""
+    """The attention layers of a model, probed at later positions."""
     most = position_limit(model.config) or LATER_POSITION
     return attention_layers(
         model, torch.arange(TOKENS) + max(1, min(LATER_POSITION, most - TOKENS))
@@ -158,26 +172,26 @@ def _later_layers(model: Any) -> list[AttentionLayer]:
 
 
 def _chosen(
-    model: Any, candidates: _Candidates, layer: AttentionLayer, other: AttentionLayer
+    model: Any, candidates: _Candidates, layer: AttentionLayer, later: AttentionLayer
 ) -> Rotation:
-    """The rotation of one layer, probed at two places."""
+    """The rotation of one layer. other: the same layer, probed at later positions."""
     none, *rotations = candidates.of(layer)
-    if _coincide(none, layer, other):
+    if _coincide(none, layer, later):
         return none
-    if not candidates.frequencies and not torch.equal(layer.values, other.values):
+    if not candidates.frequencies and not torch.equal(layer.values, later.values):
         return none  # positions are embedded with tokens
     _check_known(model, layer)
-    found = next((x for x in rotations if _coincide(x, layer, other)), None)
-    if found is None:
+    chosen = next((x for x in rotations if _coincide(x, layer, later)), None)
+    if chosen is None:
         raise SettingError(
             f"{layer.name} does not rotate its keys in pairs by angles of its position alone, so"
             f" keys before RoPE cannot be stored: {REMEDY}"
         )
-    return found
+    return chosen
 
 
 def _check_known(model: Any, layer: AttentionLayer) -> None:
-    """Raises SettingError where a token's rotation is not known from its position."""
+    """Raises SettingError if the rotation of a token does not follow from its position."""
     if kind := next((x for x in _rope_types(model) if x in LONG_ROPE), None):
         raise SettingError(
             f"{layer.name} rotates keys by rope_type {kind!r}, whose angles depend on how long a"
@@ -191,25 +205,25 @@ def _check_known(model: Any, layer: AttentionLayer) -> None:
 
 
 def _rope_types(model: Any) -> list[str]:
-    """How the RoPE of any layer is scaled, in transformers' words."""
-    about = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    each = [about, *(x for x in about.values() if isinstance(x, dict))]
-    return [x["rope_type"] for x in each if "rope_type" in x]
+    """The rope_type of every set of RoPE parameters in a model's config."""
+    parameters = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    parameter_sets = [parameters, *(x for x in parameters.values() if isinstance(x, dict))]
+    return [x["rope_type"] for x in parameter_sets if "rope_type" in x]
 
 
-def _coincide(rotation: Rotation, layer: AttentionLayer, other: AttentionLayer) -> bool:
-    """Whether the keys of a layer at two places are the same before RoPE, every number."""
+def _coincide(rotation: Rotation, layer: AttentionLayer, later: AttentionLayer) -> bool:
+    """Whether the keys of a layer before RoPE are the same in both forwards, in each number."""
     keys = []
-    for x in (layer, other):
+    for x in (layer, later):
         positions = x.positions
         if positions is None:
             positions = torch.zeros(TOKENS, dtype=torch.int64, device=x.keys.device)
             if rotation.rotates:
                 return False
         keys.append(rotation.unrotated(x.keys, positions.view(-1)).float().flatten(0, 1))
-    one, two = keys
+    first, second = keys
     half = len(rotation.inv_freq)
-    size = one.square().sum(0)
+    size = first.square().sum(0)
     size[: 2 * half] = (size[:half] + size[half : 2 * half]).repeat(2)
     near = max(1e-4, 8 * torch.finfo(layer.keys.dtype).eps)
-    return bool(((one - two).square().sum(0) <= near**2 * size).all())
+    return bool(((first - second).square().sum(0) <= near**2 * size).all())

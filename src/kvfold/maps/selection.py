@@ -1,7 +1,8 @@
-"""Which layers of a model get maps, and what the others hold of its cache.
+"""Select the layers of a model that get maps.
 
-A plan is of layers alike in their heads. Layers whose sliding window is short hold little of a long
-context and are left as they are. So are those with other heads than the layers that hold most.
+One plan covers layers with the same heads. Layers with a short sliding window stay uncompressed if
+they hold little of a long context. So do layers whose heads differ from those of the layers that
+hold most of the cache.
 """
 
 from collections.abc import Sequence
@@ -11,20 +12,22 @@ from typing import Any
 from kvfold.maps.layers import AttentionLayer
 from kvfold.models.rotary import position_limit
 
-SHORT_CONTEXT, LONG_CONTEXT = (
-    8192,
-    32768,
-)  # tokens of the contexts whose shares are told; LONG decides
-MAX_WINDOWED_SHARE = (
-    1 / 6
-)  # of the cache at LONG tokens, which layers with a window may hold and be left
+SHORT_CONTEXT, LONG_CONTEXT = 8192, 32768  # context lengths for which shares are reported
+# Layers with a short sliding window stay uncompressed if they hold at most this share of the cache
+# of a long context.
+MAX_WINDOWED_SHARE = 1 / 6
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSelection:
-    """layers: those that get maps, one a module; readers: read the keys and values of others, whose
-    maps they share where these have any; windowed, unlike: layers that are left, with a short
-    window, or with other heads; all of a model's layers that store."""
+    """The layers that get maps, and those that do not.
+
+    layers: get maps, one entry per module.
+    kv_shared: use the keys and values of another layer, and its maps if it has any (vLLM:
+        kv_sharing_target).
+    sliding_window, other_shape: stay uncompressed, because of a short window or different heads.
+    with_cache: all layers that have a KV cache.
+    """
 
     layers: Sequence[AttentionLayer]
     kv_shared: Sequence[AttentionLayer]
@@ -34,15 +37,16 @@ class LayerSelection:
 
     @property
     def uncompressed(self) -> list[AttentionLayer]:
-        """That call attention and are not planned, readers included."""
+        """Attention layers without maps of their own, KV-shared ones included."""
         return [*self.sliding_window, *self.other_shape, *self.kv_shared]
 
     def uncompressed_share(self, tokens: int) -> float:
-        """Of the numbers that the cache has at a context of so many tokens."""
+        """Share of the uncompressed cache that layers without maps hold for a context of `tokens`
+        tokens."""
         return cache_share([*self.sliding_window, *self.other_shape], self.with_cache, tokens)
 
     def summary(self) -> str | None:
-        """What is left, for users; None where nothing is."""
+        """A sentence for users about the layers that stay uncompressed; None if there are none."""
         parts = []
         if self.sliding_window:
             windows = sorted({x.window for x in self.sliding_window if x.window is not None})
@@ -65,37 +69,46 @@ class LayerSelection:
 def select_layers(
     config: Any, layers: Sequence[AttentionLayer], windows: bool = False
 ) -> LayerSelection:
-    """The layers of a model that get maps. config: of the model; windows: also plan layers whose
-    window is short, where their heads are like the others'."""
+    """Select the layers of a model that get maps.
+
+    config: of the model.
+    windows: also compress layers with a short sliding window, if their heads allow it.
+    """
     stores = [x for x in layers if x.source == x.name]
     positions = position_limit(config) or LONG_CONTEXT
     tokens = min(LONG_CONTEXT, positions)
     windowed = [x for x in stores if x.window is not None]
-    some = 0 < len(windowed) < len(stores)
-    if windows or not some or cache_share(windowed, stores, tokens) > MAX_WINDOWED_SHARE:
+    mixed = 0 < len(windowed) < len(stores)
+    if windows or not mixed or cache_share(windowed, stores, tokens) > MAX_WINDOWED_SHARE:
         windowed = []
-    rest = [x for x in stores if x not in windowed]
-    kinds = dict.fromkeys(x.shape for x in rest)
-    shape = max(kinds, key=lambda kind: _numbers([x for x in rest if x.shape == kind], tokens))
-    planned = {x.module: x for x in rest if x.shape == shape}
+    candidates = [x for x in stores if x not in windowed]
+    shapes = dict.fromkeys(x.shape for x in candidates)
+    shape = max(
+        shapes,
+        key=lambda candidate_shape: _numbers(
+            [x for x in candidates if x.shape == candidate_shape], tokens
+        ),
+    )
+    planned = {x.module: x for x in candidates if x.shape == shape}
     return LayerSelection(
         layers=list(planned.values()),
         kv_shared=[x for x in layers if x.source != x.name],
         sliding_window=windowed,
-        other_shape=[x for x in rest if x.shape != shape],
+        other_shape=[x for x in candidates if x.shape != shape],
         with_cache=stores,
     )
 
 
 def cache_share(
-    part: Sequence[AttentionLayer], stores: Sequence[AttentionLayer], tokens: int
+    layers: Sequence[AttentionLayer], all_layers: Sequence[AttentionLayer], tokens: int
 ) -> float:
-    """The numbers that some layers store of a context, over those of all."""
-    return _numbers(part, tokens) / _numbers(stores, tokens)
+    """Share of the cache numbers of all layers `stores` that the layers `part` hold for a context
+    of `tokens` tokens."""
+    return _numbers(layers, tokens) / _numbers(all_layers, tokens)
 
 
 def _numbers(layers: Sequence[AttentionLayer], tokens: int) -> int:
-    """That layers store of a context of so many tokens."""
+    """Numbers that layers store for a context of `tokens` tokens."""
     widths = [x.num_kv_heads * (x.head_dim + x.value_dim) for x in layers]
     lengths = [tokens if x.window is None else min(tokens, x.window) for x in layers]
     return sum(width * length for width, length in zip(widths, lengths, strict=True))

@@ -1,8 +1,8 @@
-"""Maps beside the weights: small files that say what a model's cache stores.
+"""Sidecar: a folder with maps for a model, next to its checkpoint.
 
-`kvfold.json` holds the plan, how it was made, and what the base asks of attention for a few tokens;
-`kvfold.safetensors` the maps by layer; `README.md` is for people. Published, they fit every copy of
-their base: in another dtype, quantised, or with a LoRA.
+`kvfold.json` holds the plan, how it was made, and a fingerprint of the base model's keys and
+values; `kvfold.safetensors` holds the maps by layer; `README.md` is for people. A published sidecar
+fits every copy of its base model: in another dtype, quantised, or with a LoRA.
 """
 
 import hashlib
@@ -32,18 +32,23 @@ ROPE_FORMAT = 2  # with layers whose keys are stored before RoPE, which others w
 PLAN, TENSORS, CARD = "kvfold.json", "kvfold.safetensors", "README.md"
 FILES = (PLAN, TENSORS, CARD)
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-PROBES = 8  # numbers that stand for the keys, and for the values, of a layer
-# By how much of their size keys or values may differ, in half of the layers and in any. Rounding
-# adds up with depth: SmolLM2 in 4 bits differs by .2 to .4 in half of its layers and by .8 in the
-# last, other models by more than 1, values of the wrong sign by 2.
+PROBES = 8  # numbers of the fingerprint of a layer's keys, and of its values
+# Largest relative difference of keys or values, for the median layer and for any layer. Rounding
+# errors grow with depth: SmolLM2 in 4 bits differs by .2 to .4 in half of its layers and by .8 in
+# the last. Another model differs by more than 1, values of the wrong sign by 2.
 NEAR, FAR = 0.5, 1.2
-_BROKEN = (AttributeError, LookupError, TypeError, ValueError)  # what a plan of wrong parts raises
+_BROKEN = (AttributeError, LookupError, TypeError, ValueError)  # raised while a bad plan is read
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sidecar:
-    """maps: of layers by their module's name; spec: what these store, in the same order; base: what
-    `probes` are of them in the model that they were made for; provenance: how they were made."""
+    """The maps of a model.
+
+    maps: by module name.
+    spec: what these layers store, in the same order.
+    base: fingerprints (`probes`) of the layers of the base model, by module name.
+    provenance: how the maps were made.
+    """
 
     maps: Mapping[str, Maps]
     spec: CacheSpec
@@ -51,21 +56,21 @@ class Sidecar:
     provenance: Mapping[str, Any]
 
     def save(self, folder: Path | str) -> None:
-        """Write a new directory, whole or not at all. Raises ValueError where it cannot be made,
-        and OSError where the disk is full."""
-        with new_directory(Path(folder)) as made:
-            self.write(made, Path(folder))
+        """Write a new folder, or nothing if that fails. Raises ValueError if the folder cannot be
+        created, and OSError if the disk is full."""
+        with new_directory(Path(folder)) as scratch:
+            self.write(scratch, Path(folder))
 
     def write(self, folder: Path, name: Path) -> None:
-        """Write the files into a folder, which is there. name: of the folder, for errors."""
+        """Write the files into an existing folder. name: of the final folder, for errors."""
         with writing(name):
             self._write(folder)
 
     def _write(self, folder: Path) -> None:
         tensors = {
             f"{name}.{part}": _smallest(tensor)
-            for name, own in self.maps.items()
-            for part, tensor in own.tensors().items()
+            for name, layer_maps in self.maps.items()
+            for part, tensor in layer_maps.tensors().items()
         }
         save_file(tensors, folder / TENSORS)
         plan = {
@@ -81,13 +86,13 @@ class Sidecar:
         (folder / CARD).write_text(self.readme(), encoding="utf-8")
 
     def readme(self) -> str:
-        """What people read about the maps, in Markdown with the metadata that the hub reads."""
+        """The model card (Markdown with hub metadata)."""
         return card.maps_text(self.spec, dict(self.provenance))
 
     @classmethod
     def load(cls, name: Path | str) -> Self:
-        """Of a folder, or of a hub repository "USER/NAME" or "USER/NAME@REVISION". Raises
-        SettingError for what holds no whole sidecar, or cannot be read."""
+        """Load a folder, or a hub repository "USER/NAME" or "USER/NAME@REVISION". Raises
+        SettingError for a folder without a complete sidecar, and for one that cannot be read."""
         folder = folder_of(name)
         if missing := [x for x in (PLAN, TENSORS) if not (folder / x).is_file()]:
             raise SettingError(
@@ -114,31 +119,31 @@ class Sidecar:
             layers = dict(zip(plan["layers"], spec.layers, strict=True))
             tensors = {x: tensor.float() for x, tensor in load_file(folder / TENSORS).items()}
             maps = {name: _maps(name, layer, tensors) for name, layer in layers.items()}
-            made = cls(maps=maps, spec=spec, base=plan["base"], provenance=plan["provenance"])
-            made.readme()  # which reads what `provenance` says
-            return made
+            sidecar = cls(maps=maps, spec=spec, base=plan["base"], provenance=plan["provenance"])
+            sidecar.readme()  # which reads what `provenance` says
+            return sidecar
         except (*_BROKEN, OSError, SafetensorError) as error:
             raise _damaged(name, error) from None
 
     def check_config(self, config: Any) -> None:
-        """Raises SettingError where a model of this config cannot be the one that the maps were
-        made for; `check` says whether it is, once there are weights."""
+        """Raises SettingError if the sizes in a config differ from those of the base model. `check`
+        compares models exactly, once weights are loaded."""
         sizes = sizes_of(config)
-        for name, was in self.provenance.get("sizes", {}).items():
-            if was != sizes.get(name, was):
+        for name, expected in self.provenance.get("sizes", {}).items():
+            if expected != sizes.get(name, expected):
                 raise SettingError(
-                    f"`maps` were made for {self.source}, whose {name} is {was}; this model's is"
-                    f" {sizes[name]}: take the maps of this model"
+                    f"`maps` were made for {self.source}, whose {name} is {expected}; this model's"
+                    f" is {sizes[name]}: take the maps of this model"
                 )
 
     @property
     def source(self) -> str:
-        """The model that the maps were made for, as it was named."""
+        """Name of the model that the maps were made for."""
         return str(self.provenance.get("model", "another model"))
 
     def layers_of(self, model: Any) -> list[AttentionLayer]:
-        """The layers of a model that calls attention as maps need it, and that these maps fit.
-        Raises SettingError."""
+        """The attention layers of a model, after checking that the model can have maps and that
+        these maps fit it. Raises SettingError."""
         layers = attention_layers(model)
         check_layers(model, layers)
         self.check(layers)
@@ -147,14 +152,15 @@ class Sidecar:
 
     @property
     def rotations(self) -> dict[str, Rotation]:
-        """Of layers whose keys are stored before RoPE."""
-        each = self.maps.items()
-        return {name: x.rotation for name, x in each if isinstance(x, RopeMaps)}
+        """Rotations of the layers whose keys are stored before RoPE, by name."""
+        items = self.maps.items()
+        return {name: x.rotation for name, x in items if isinstance(x, RopeMaps)}
 
     def check(self, layers: Sequence[AttentionLayer]) -> None:
-        """Raises SettingError where a model's layers are not those that the maps were made for."""
-        found = {layer.name: layer for layer in layers}
-        if missing := [name for name in self.maps if name not in found]:
+        """Raises SettingError if a model's attention layers are not those that the maps were made
+        for."""
+        by_name = {layer.name: layer for layer in layers}
+        if missing := [name for name in self.maps if name not in by_name]:
             headless = missing[0].endswith(f".{layers[0].name}")
             raise SettingError(
                 f"`maps` were made for a layer {missing[0]} that calls attention, and this model"
@@ -165,54 +171,57 @@ class Sidecar:
                     else "take the maps of this model"
                 )
             )
-        for name, own in self.maps.items():
-            layer = found[name]
-            wanted = (own.num_heads, own.head_dim, own.value_mean.shape[1])
-            has = (layer.num_kv_heads, layer.head_dim, layer.value_dim)
-            if wanted != has:
+        for name, layer_maps in self.maps.items():
+            layer = by_name[name]
+            expected = (layer_maps.num_heads, layer_maps.head_dim, layer_maps.value_mean.shape[1])
+            actual = (layer.num_kv_heads, layer.head_dim, layer.value_dim)
+            if expected != actual:
                 raise SettingError(
-                    f"`maps` of {name} are of {wanted[0]} KV heads with {wanted[1]} and {wanted[2]}"
-                    f" numbers of keys and values; this model's has {has[0]}, {has[1]}, {has[2]}:"
-                    " take the maps of this model"
+                    f"`maps` of {name} are of {expected[0]} KV heads with {expected[1]} and"
+                    f" {expected[2]} numbers of keys and values; this model's has {actual[0]},"
+                    f" {actual[1]}, {actual[2]}: take the maps of this model"
                 )
-        if more := [name for name in found if name not in self.base]:
+        if more := [name for name in by_name if name not in self.base]:
             raise SettingError(
-                f"`maps` know nothing of {more[0]}, which calls attention in this model: take the"
+                f"`maps` were made without {more[0]}, an attention layer of this model: take the"
                 " maps of this model"
             )
-        self.check_base({name: (layer.keys, layer.values) for name, layer in found.items()})
+        self.check_base({name: (layer.keys, layer.values) for name, layer in by_name.items()})
 
-    def check_base(self, asked: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Raises SettingError where the keys [Hk, T, d] and values [Hk, T, dv] of layers, by the
-        names of their maps, are not those of the model that the maps were made for. Of the tokens
-        `probe_ids`, where attention gives nothing in any layer."""
-        was = torch.tensor([list(self.base[name]) for name in asked])
-        now = torch.stack([probes(*each) for each in asked.values()])
-        apart = (now - was).unflatten(1, (2, -1)).norm(dim=2)
-        apart = (apart / was.unflatten(1, (2, -1)).norm(dim=2)).nan_to_num(torch.inf)
-        half, most = float(apart.amax(1).median()), float(apart.max())
-        if half > NEAR or most > FAR:
-            limit = NEAR if half > NEAR else FAR
-            first = int((apart.amax(1) > limit).int().argmax())
-            keys, values = apart[first].tolist()
+    def check_base(self, keys_and_values: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """Raises SettingError if keys and values are not those of the base model.
+
+        keys_and_values: keys [Hk, T, d] and values [Hk, T, dv] by layer name, for the tokens
+            `probe_ids`, with attention outputs of zero.
+        """
+        expected = torch.tensor([list(self.base[name]) for name in keys_and_values])
+        actual = torch.stack([probes(*pair) for pair in keys_and_values.values()])
+        difference = (actual - expected).unflatten(1, (2, -1)).norm(dim=2)
+        difference = (difference / expected.unflatten(1, (2, -1)).norm(dim=2)).nan_to_num(torch.inf)
+        median, largest = float(difference.amax(1).median()), float(difference.max())
+        if median > NEAR or largest > FAR:
+            limit = NEAR if median > NEAR else FAR
+            first = int((difference.amax(1) > limit).int().argmax())
+            keys, values = difference[first].tolist()
             raise SettingError(
                 f"`maps` were made for {self.source}, which this model is not, or not in this"
-                f" revision: for the same tokens keys and values of {list(asked)[first]} differ by"
-                f" {keys:.0%} and {values:.0%}; rounding or a LoRA explain {NEAR:.0%} in half of"
-                f" the layers and {FAR:.0%} in any; take the maps of this model"
+                " revision: for the same tokens keys and values of"
+                f" {list(keys_and_values)[first]} differ by {keys:.0%} and {values:.0%}; rounding"
+                f" or a LoRA explain {NEAR:.0%} in half of the layers and {FAR:.0%} in any; take"
+                " the maps of this model"
             )
 
 
 def sizes_of(config: Any) -> dict[str, int]:
-    """What a model's config says of its size, as far as it does."""
+    """The sizes that a model's config states, by name."""
     text = config.get_text_config()
-    found = {name: getattr(text, name, None) for name in SIZES}
-    return {name: size for name, size in found.items() if isinstance(size, int)}
+    sizes = {name: getattr(text, name, None) for name in SIZES}
+    return {name: size for name, size in sizes.items() if isinstance(size, int)}
 
 
 def folder_of(name: Path | str) -> Path:
-    """The folder of a sidecar, downloaded where the name is a hub repository. Raises SettingError
-    where it cannot be."""
+    """The local folder of a sidecar, downloaded if the name is a hub repository. Raises
+    SettingError if that fails."""
     if Path(name).exists() or not download.is_repository(str(name)):
         return Path(name)
     try:
@@ -222,10 +231,10 @@ def folder_of(name: Path | str) -> Path:
 
 
 def _smallest(tensor: Tensor) -> Tensor:
-    """A copy on the CPU, in fp16 where that holds every number as it is, else in fp32."""
-    whole = tensor.detach().float().cpu()
-    half = whole.half()
-    return (half if torch.equal(half.float(), whole) else whole).contiguous().clone()
+    """A copy on the CPU: in fp16 if that represents every number exactly, else in fp32."""
+    full = tensor.detach().float().cpu()
+    half = full.half()
+    return (half if torch.equal(half.float(), full) else full).contiguous().clone()
 
 
 def _sha256(path: Path) -> str:
@@ -234,9 +243,9 @@ def _sha256(path: Path) -> str:
 
 
 def _digest(plan: Mapping[str, Any]) -> str:
-    """Of all that a plan says, but for this."""
-    said = json.loads(json.dumps({name: x for name, x in plan.items() if name != "digest"}))
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+    """SHA-256 of a plan without its own digest."""
+    contents = json.loads(json.dumps({name: x for name, x in plan.items() if name != "digest"}))
+    return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
 
 
 def _damaged(name: Path | str, why: object) -> SettingError:
@@ -246,8 +255,8 @@ def _damaged(name: Path | str, why: object) -> SettingError:
 
 
 def _maps(name: str, layer: LayerSpec, tensors: Mapping[str, Tensor]) -> Maps:
-    """The maps of a layer of this name among all tensors. Raises KeyError for a tensor that is
-    missing, ValueError for those that do not fit each other."""
+    """Build the maps of one layer from all tensors of the file. Raises KeyError for a missing
+    tensor, and ValueError for tensors that do not fit each other."""
     before_rope = layer.keys == "pre_rope"
     parts = {x: tensors[f"{name}.{x}"] for x in (RopeMaps if before_rope else Maps).names}
     if before_rope:
@@ -266,16 +275,18 @@ def _maps(name: str, layer: LayerSpec, tensors: Mapping[str, Tensor]) -> Maps:
 
 
 def probes(keys: Tensor, values: Tensor) -> Tensor:
-    """Numbers fp32 [2 PROBES] that stand for a layer's keys and values of fixed tokens."""
-    found = []
+    """Fingerprint of a layer's keys and values: fp32 [2 PROBES], random projections of each."""
+    projections = []
     for x in (keys, values):
-        flat = x.detach().float().flatten().cpu()
-        signs = torch.Generator().manual_seed(0)
-        drawn = torch.randint(0, 2, (PROBES, len(flat)), generator=signs).float() * 2 - 1
-        found.append(drawn @ flat / (len(flat) ** 0.5 * flat.norm().clamp(min=1e-30)) ** 0.5)
-    return torch.cat(found)
+        numbers = x.detach().float().flatten().cpu()
+        generator = torch.Generator().manual_seed(0)
+        signs = torch.randint(0, 2, (PROBES, len(numbers)), generator=generator).float() * 2 - 1
+        projections.append(
+            signs @ numbers / (len(numbers) ** 0.5 * numbers.norm().clamp(min=1e-30)) ** 0.5
+        )
+    return torch.cat(projections)
 
 
 def probes_of(layers: Sequence[AttentionLayer]) -> dict[str, list[float]]:
-    """Of every layer, by its name."""
+    """Fingerprints of all layers, by name."""
     return {layer.name: probes(layer.keys, layer.values).tolist() for layer in layers}

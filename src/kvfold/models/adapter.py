@@ -1,6 +1,8 @@
-"""The meeting point with transformers: what a family must say of itself, and the cache view.
+"""The interface to transformers: what a model family defines, and attention over a transformers
+cache.
 
-Shapes: B batch, T new tokens, S cached tokens, D width, Hq / Hk query / KV heads, d head dim.
+Shapes: B batch, T new tokens, S cached tokens, D width, Hq / Hk query / KV heads, d head dim; R
+numbers of a cache entry.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,13 +23,14 @@ from kvfold.utils.errors import SettingError
 
 # transformers makes no mask for an attention without a registered mask function.
 PAGED = "kvfold_paged"
-# Hidden states [B, T, D], and what is yet to be added to them.
+# Hidden states [B, T, D], and a residual that is still to be added to them.
 Residual = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Projections:
-    """Attention weights in one form, x @ w.T + b: q [Hq d, D], k, v [Hk d, D], o [D, Hq d]."""
+    """The weights of an attention layer, as x @ w.T + b: q [Hq d, D], k, v [Hk d, D], o [D, Hq
+    d]."""
 
     q: Tensor
     k: Tensor
@@ -40,7 +43,7 @@ class Projections:
 
     @classmethod
     def of(cls, **linears: tuple[Tensor, Tensor | None]) -> "Projections":
-        """fp64 copies from (weight, bias or None) of q, k, v and o."""
+        """fp64 copies of the (weight, bias or None) of q, k, v and o."""
         named = {}
         for name, (weight, bias) in linears.items():
             named[name] = weight.detach().double()
@@ -51,10 +54,14 @@ class Projections:
 
 @dataclass(eq=False)
 class CacheContext(AttentionContext):
-    """Attention over a transformers cache, where rows travel as one pseudo-head [B, 1, T, R].
+    """Attention over a transformers cache, which stores the entries of a layer as one head
+    [B, 1, T, R].
 
-    past: the cache, or None; mask as in `ops.common.attention`; position_ids int [B, T] of the new
-    tokens, or None; x: of the dtype that tables of angles have; need_weights: keep `weights`.
+    past: the cache, or None.
+    mask: as in `ops.common.attention`.
+    position_ids: int [B, T] of the new tokens, or None.
+    x: RoPE tables get its dtype and device.
+    need_weights: keep the attention weights in `weights`.
     """
 
     past: Any
@@ -75,8 +82,8 @@ class CacheContext(AttentionContext):
         return out
 
     def _positions(self, index: int, rows: Tensor) -> Tensor:
-        """RoPE positions [B, T] of the new tokens: those that the model was told, else the slots
-        that the tokens take in the cache."""
+        """RoPE positions [B, T] of the new tokens: `position_ids`, else their slots in the
+        cache."""
         positions = self.position_ids
         if positions is None:
             start = 0 if self.past is None else int(self.past.get_seq_length(index))
@@ -86,18 +93,18 @@ class CacheContext(AttentionContext):
     def _updated(
         self, index: int, rows: Tensor, positions: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """All token entries [B, S, R] of the cache, and their positions [B, S] if they have any,
-        after it has stored the new ones; a cache takes positions for the tokens' values."""
+        """Store the new entries in the cache. Returns the entries of all tokens [B, S, R], and
+        their positions [B, S] or None. The cache stores positions as the tokens' values."""
         if positions is not None:
             check_exact(self.past, index, "a model compressed with recipe 'swift'")
         new = entries_of(rows, positions)
         fit_static(self.past, index, *new)
-        stored, beside = self.past.update(*new, index)
-        return stored[:, 0], None if positions is None else positions_of(beside[:, 0])
+        stored, stored_positions = self.past.update(*new, index)
+        return stored[:, 0], None if positions is None else positions_of(stored_positions[:, 0])
 
 
 class HFAttention(FoldedAttention):
-    """FoldedAttention as transformers calls it."""
+    """FoldedAttention with a forward that transformers can call."""
 
     def run(
         self,
@@ -107,9 +114,13 @@ class HFAttention(FoldedAttention):
         past: Any,
         extra: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
-        """One forward of x [B, T, D], whose rows `past`, or `cache` of what else came, stores: a
-        transformers cache, or a context in its place. Outputs [B, T, D], and weights where
-        attention is eager."""
+        """One forward of x [B, T, D].
+
+        past: the cache (or `cache` in `extra`, its newer name): a transformers cache, or an
+            attention context in its place.
+
+        Returns outputs [B, T, D], and attention weights if attention is eager.
+        """
         past = extra.get("cache", past)
         if not isinstance(past, Cache | AttentionContext | None):
             raise ValueError(
@@ -128,33 +139,45 @@ class HFAttention(FoldedAttention):
         maps = self.maps
         context.before_attention(maps, x)
         q, rows = self.project(x, tables)
-        found = context.attend(maps, q, rows)
-        out = self.o_proj(found) if self.output is None else self.output(found)
+        heads = context.attend(maps, q, rows)
+        out = self.o_proj(heads) if self.output is None else self.output(heads)
         return out, context.weights
 
 
 def decoder_of(model: Any) -> Any:
-    """The part of a causal LM that gives last hidden states; some types name none as their base.
-    Raises SettingError for a model that has none."""
+    """The part of a causal LM that returns the last hidden states. Some types do not name it as
+    their base model. Raises SettingError for a model that has none."""
     base = model.base_model
-    found = getattr(model, "model", None) if base is model else base
-    if found is None:
+    decoder = getattr(model, "model", None) if base is model else base
+    if decoder is None:
         raise SettingError(
             f"`model` is a {type(model).__name__}, which names no decoder of its own: give the"
             " language model inside it"
         )
-    return found
+    return decoder
 
 
 class Family:
-    """A model family, by its differences. Subclasses fill in the class variables and methods.
+    """How a model family differs from the default. Subclasses override class variables and methods.
 
-    gated: a layer's MLP, where it computes down(act(gate(x)) * up(x)) by `gate_proj`, `up_proj`,
-    `down_proj` and `act_fn`. finish: all that follows a layer's attention, of the layer, its inputs
-    and attention's output, where attention's inputs are `input_layernorm` of the layer's, and
-    `norm` follows the last. plain_weight: a tensor of an attention that no folded one has.
-    not_in_gguf: what of the model transformers does not read from a GGUF file, for users. part:
-    names of the layers that are compressed, where others are left out.
+    model_types: `config.model_type` of its models.
+    folded: model type -> folded attention class.
+    attention_name: attribute of a decoder layer that holds its attention.
+    plain_weight: name of a tensor of the original attention that the folded one does not have.
+    output_name: attribute of the attention that holds the output projection.
+    gated: attribute of a decoder layer that holds its MLP, if the MLP computes down(act(gate(x)) *
+        up(x)) with `gate_proj`, `up_proj`, `down_proj` and `act_fn`. The engine then merges gate
+        and up.
+    finish: computes everything in a decoder layer after its attention, from the layer, its inputs
+        and the attention output. Set it if the attention's input is `layer.input_layernorm(inputs)`
+        and the last layer is followed by `norm`; the engine then compiles all layers as one graph
+        each.
+    rope: the model has RoPE.
+    key_norm: keys are normalised after W_K (as in Qwen3), so W_K cannot absorb key projections.
+    sinks: the softmax includes a learned score per head (attention sink).
+    not_in_gguf: what transformers does not read from a GGUF file of this family, as a phrase for
+        users.
+    layer_names: names of the layers that are compressed, if others are not.
     """
 
     model_types: ClassVar[tuple[str, ...]]
@@ -166,7 +189,7 @@ class Family:
     finish: ClassVar[Callable[..., Residual] | None] = None
     rope: ClassVar[bool] = True
     key_norm: ClassVar[bool] = False
-    sinks: ClassVar[bool] = False  # a number of the layer's own stands beside every query's scores
+    sinks: ClassVar[bool] = False
     not_in_gguf: ClassVar[str | None] = None
     layer_names: ClassVar[tuple[str, ...] | None] = None
 
@@ -188,12 +211,13 @@ class Family:
 
     @classmethod
     def windows(cls, config: Any) -> list[int | None]:
-        """Tokens that a query of each layer sees, its own included; None: all."""
+        """Sliding window of each layer in tokens, the query's own included (None: full
+        attention)."""
         return attention_windows(config)
 
     @classmethod
     def unmeasured_attentions(cls, model: Any) -> Iterator[nn.Module]:
-        """Modules that call attention and that nothing is measured of."""
+        """Attention modules that stay uncompressed, so nothing is measured of them."""
         return iter(())
 
     @classmethod
@@ -203,14 +227,14 @@ class Family:
 
     @classmethod
     def softcap(cls, config: Any) -> float | None:
-        """The bound of scaled scores, in the sense of `Geometry.softcap`."""
+        """The cap of scaled scores, as in `Geometry.softcap`."""
         return None
 
     @classmethod
     def logits(cls, model: Any, hidden: Tensor) -> Tensor:
-        """Logits [.., V] of last hidden states [.., D]: all that follows the last layer's norm."""
-        found: Tensor = model.get_output_embeddings()(hidden)
-        return found
+        """Logits [.., V] of last hidden states [.., D] (after the final norm)."""
+        logits: Tensor = model.get_output_embeddings()(hidden)
+        return logits
 
     @classmethod
     def layers(cls, model: Any) -> Any:
@@ -222,14 +246,14 @@ class Family:
 
     @classmethod
     def rotaries(cls, model: Any) -> list[nn.Module]:
-        """All modules that make RoPE's tables."""
+        """All modules that compute RoPE tables."""
         rotary = cls.rotary(model)
         return [] if rotary is None else [rotary]
 
     @classmethod
     def rope_tables(cls, model: Any, tokens: int) -> tuple[Tables | None, float]:
-        """RoPE of the first positions, cos and sin fp32 [1, tokens, .], and the square of its
-        scaling; None, 1 where keys are taken as they stand."""
+        """RoPE tables of the first positions, cos and sin fp32 [1, tokens, .], and the square of
+        their scaling; (None, 1) if keys are taken without RoPE."""
         rotary = cls.rotary(model)
         if rotary is None:
             return None, 1.0
@@ -241,9 +265,9 @@ class Family:
     def layer_rope_tables(
         cls, model: Any, places: Tensor, layers: int
     ) -> list[tuple[Tables | None, float, Tensor | None]]:
-        """The same of every layer, and the order of a key's numbers in which pairs are
-        (i, i + w / 2): int64 [d], or None where that is their own. places int64 [1, tokens]: the
-        positions that the model rotates by now."""
+        """`rope_tables` per layer, and the order of a key's numbers in which pairs are (i, i + w /
+        2): int64 [d], or None for their own order. places int64 [1, tokens]: the positions of the
+        model's tokens."""
         return [(*cls.rope_tables(model, places.shape[1]), None)] * layers
 
     @classmethod
@@ -254,7 +278,8 @@ class Family:
 
     @classmethod
     def norms(cls, attention: Any) -> dict[str, Tensor]:
-        """Parameters that a folded attention takes over unchanged, by name."""
+        """Parameters that the folded attention takes over unchanged (such as q_norm and k_norm), by
+        name."""
         return {}
 
     @classmethod
@@ -264,7 +289,8 @@ class Family:
 
     @classmethod
     def swap(cls, model: Any, spec: CacheSpec, index: int) -> HFAttention:
-        """Put an empty folded attention into layer `index`, on torch's current default device."""
+        """Replace the attention of layer `index` by an empty folded one, on torch's current default
+        device."""
         config = model.config
         folded = cls.folded[config.model_type](config, spec.geometry, spec.layers[index], index)
         layer = cls.layers(model)[index]

@@ -1,6 +1,6 @@
-"""Families of models whose weights can be folded. Adding one: a file beside this and one line here.
+"""The model families whose weights can be folded. To add one, write a module and add a line here.
 
-Maps beside the weights need none.
+Maps need no family.
 """
 
 from inspect import signature
@@ -29,7 +29,8 @@ FAMILIES: tuple[type[Family], ...] = (
 
 
 def check_model(model: Any, legal: str = "a name or a loaded causal LM") -> None:
-    """Raises SettingError for what is no causal LM of transformers', loaded. legal: for users."""
+    """Raises SettingError for anything but a loaded causal LM of transformers. legal: what is
+    legal, for the message."""
     check_decoder(model, legal)
     if model.get_output_embeddings() is None:
         raise SettingError(
@@ -39,8 +40,8 @@ def check_model(model: Any, legal: str = "a name or a loaded causal LM") -> None
 
 
 def check_decoder(model: Any, legal: str = "a loaded causal LM") -> None:
-    """Raises SettingError for what is no model of transformers', loaded, that decodes tokens, with
-    or without a head of logits. legal: for users."""
+    """Raises SettingError for anything but a loaded decoder model of transformers, with or without
+    a language-model head. legal: what is legal, for the message."""
     if not isinstance(model, nn.Module):
         raise SettingError(f"`model` must be {legal}; got {_one_line(model)}")
     if why := _no_decoder(model):
@@ -48,13 +49,14 @@ def check_decoder(model: Any, legal: str = "a loaded causal LM") -> None:
 
 
 def _one_line(value: Any) -> str:
-    """A value as an error shows it: data of many lines by its class alone."""
+    """A value as an error shows it; data of many lines by its class alone."""
     text = f"{value!r:.100}"
     return text if "\n" not in text and len(text) < 100 else f"an object {type(value).__name__}"
 
 
 def _no_decoder(model: nn.Module) -> str | None:
-    """What a module is that decodes no tokens by itself, and the way out, for users."""
+    """Why a module is not a decoder that kvfold takes, and the way out, for users; None if it is
+    one."""
     if hasattr(model, "_orig_mod"):
         return "which torch.compile made: give the model that was compiled"
     if not isinstance(model, PreTrainedModel):
@@ -81,19 +83,20 @@ def _embeds_tokens(model: PreTrainedModel) -> bool:
 
 
 def _needed(model: PreTrainedModel) -> str | None:
-    """An argument of a model's forward that it cannot do without, besides token ids."""
-    asked = signature(model.forward).parameters.values()
-    named = (x for x in asked if x.kind is x.POSITIONAL_OR_KEYWORD and x.default is x.empty)
-    return next((x.name for x in named if x.name != "input_ids"), None)
+    """Name of an argument that a model's forward requires besides token ids; None if there is
+    none."""
+    parameters = signature(model.forward).parameters.values()
+    required = (x for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD and x.default is x.empty)
+    return next((x.name for x in required if x.name != "input_ids"), None)
 
 
 def has_family(config: Any) -> bool:
-    """Whether a transformers config is of one of FAMILIES."""
+    """Whether one of FAMILIES serves a transformers config."""
     return any(config.model_type in family.model_types for family in FAMILIES)
 
 
 def family_of(config: Any) -> type[Family]:
-    """The family of a transformers config. Raises ValueError for a type that none has."""
+    """The family of a transformers config. Raises ValueError if none serves its model type."""
     for family in FAMILIES:
         if config.model_type in family.model_types:
             return family

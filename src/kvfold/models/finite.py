@@ -1,6 +1,6 @@
-"""Where a model's numbers stop being finite: the first of its parts whose outputs are not.
+"""Find the first part of a model whose outputs are not finite (NaN or infinity).
 
-Shapes: N tokens, V tokens of the vocabulary.
+Shapes: N tokens, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,25 +15,26 @@ from kvfold.models.families import family_of
 from kvfold.models.rotary import position_limit
 from kvfold.models.weights import check_finite
 
-PROBE = 64  # tokens of a short forward: scores of a few may overflow and leave no trace
+PROBE = 64  # tokens of a short forward; with fewer, an overflow of scores may stay unnoticed
 HEAD = "the head of logits"
 
 
 def probe_ids(vocabulary: int, count: int) -> list[int]:
-    """Token ids that differ, low ones: of most tokenizers letters and short words."""
+    """Distinct low token ids, which are letters and short words in most tokenizers."""
     return [(7 * i + 33) % vocabulary for i in range(count)]
 
 
 def rows_are_finite(logits: Tensor) -> Tensor:
-    """Whether a token can be chosen from each row of logits [.., V]: bool [..]. A row may hold -inf
-    for tokens that can never come, but neither NaN nor infinity."""
+    """Whether a token can be sampled from each row of logits [.., V]: bool [..]. A row may contain
+    -inf for banned tokens, but no NaN and no +inf."""
     return logits.amax(-1).isfinite()
 
 
 @contextmanager
 def watched(model: Any) -> Iterator[Callable[[], str]]:
-    """Watch a model's forward passes. What is yielded names the first part, in the order in which
-    they ran, whose outputs were not finite; if all were finite, the head."""
+    """Context manager that watches forward passes of a model. Yields a function that names the
+    first part whose outputs were not finite, in the order in which they ran; the head if all were
+    finite."""
     seen: list[tuple[str, Tensor]] = []
 
     def hook(name: str) -> Callable[..., None]:
@@ -42,7 +43,7 @@ def watched(model: Any) -> Iterator[Callable[[], str]]:
     parts = [("the embedding of tokens", model.get_input_embeddings())]
     try:
         family = family_of(model.config)
-    except ValueError:  # a model that maps beside the weights are for
+    except ValueError:  # a model without a family, which only maps serve
         parts += [(name, module) for name, module in model.base_model.named_children()]
     else:
         for index, layer in enumerate(family.layers(model)):
@@ -58,17 +59,17 @@ def watched(model: Any) -> Iterator[Callable[[], str]]:
 
 
 def _finite(out: Any) -> Tensor:
-    """Whether all numbers of a module's outputs are finite, bool []."""
+    """Whether all numbers in a module's outputs are finite, bool []."""
     if isinstance(out, Tensor):
         return out.isfinite().all()
-    found = [_finite(x) for x in out if x is not None]
-    return torch.stack(found).all()
+    parts = [_finite(x) for x in out if x is not None]
+    return torch.stack(parts).all()
 
 
 @torch.no_grad()
 def check_outputs(model: Any) -> None:
-    """One short forward pass of a model in transformers, in the dtype that it has. Raises
-    ValueError naming the first part whose outputs are not finite, or the parameter at fault."""
+    """Run a short forward of a transformers model in its dtype. Raises ValueError that names the
+    first part with outputs that are not finite, or the bad parameter."""
     vocabulary = model.get_input_embeddings().num_embeddings
     count = min(PROBE, position_limit(model.config) or PROBE)
     ids = torch.tensor([probe_ids(vocabulary, count)], device=input_device(model))
@@ -88,7 +89,7 @@ def dtype_name(model: Any) -> str:
 
 
 def way_out(model: Any) -> str:
-    """What to do about a model that overflows in the dtype that it has."""
+    """Advice about a model that overflows in its dtype."""
     if model.dtype is torch.float32:
         return "use another checkpoint"
     return "load it with dtype float32, or use another checkpoint"

@@ -1,7 +1,8 @@
-"""Folding: maps of a layer's latents become the weights of an attention that stores rows.
+"""Fold a model: projections of its latents become the weights of attention modules that store cache
+entries.
 
-Shapes: D width, Hk KV heads, G query heads per KV head, d head dim; a latent stands for n numbers
-and stores r. Everything is computed in fp64 and cast to the model's dtype at the end.
+Shapes: D width, Hk KV heads, G query heads per KV head, d head dim; a latent represents n numbers
+and stores r. Computes in fp64 and casts to the model's dtype at the end.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +19,8 @@ from kvfold.ops.common.rotation import rotation
 
 
 class LatentMaps(NamedTuple):
-    """down, up [n, r] and mean [n]: z = down^T (c - mean) is stored, mean + up z comes back."""
+    """Projections down, up [n, r] and mean [n] of one latent: z = down^T (c - mean) is stored, and
+    mean + up z is its reconstruction."""
 
     down: Tensor
     up: Tensor
@@ -26,8 +28,11 @@ class LatentMaps(NamedTuple):
 
 
 class FoldedTensors:
-    """The tensors of `folded` by parameter name, from the projections of the layer it replaces and
-    its latents' maps (in the spec's order; None stores a latent as it is)."""
+    """The tensors of a folded attention by parameter name.
+
+    weights: projections of the attention that it replaces.
+    maps: per latent in the spec's order; None stores a latent as it is.
+    """
 
     def __init__(
         self, weights: Projections, folded: HFAttention, maps: Sequence[LatentMaps | None]
@@ -37,11 +42,11 @@ class FoldedTensors:
         self.down: dict[Latent, Tensor] = {}
         self.up: dict[Latent, Tensor] = {}
         self.mean: dict[Latent, Tensor] = {}
-        for latent, own in zip(self.spec.latents, maps, strict=True):
-            if own is None:
+        for latent, latent_maps in zip(self.spec.latents, maps, strict=True):
+            if latent_maps is None:
                 eye = torch.eye(latent.rank, dtype=weights.k.dtype, device=weights.k.device)
-                own = LatentMaps(eye, eye, eye.new_zeros(latent.rank))
-            self.down[latent], self.up[latent], self.mean[latent] = own
+                latent_maps = LatentMaps(eye, eye, eye.new_zeros(latent.rank))
+            self.down[latent], self.up[latent], self.mean[latent] = latent_maps
 
     def tensors(self) -> dict[str, Tensor]:
         return {**self._query(), **self._rows(), **self._keys(), **self._outputs()}
@@ -58,7 +63,7 @@ class FoldedTensors:
         return {"q_proj.weight": torch.cat(parts), "q_proj.bias": torch.cat(biases)}
 
     def _rows(self) -> dict[str, Tensor]:
-        """Rows that W_K and W_V produce directly: down^T (W x + b - mean)."""
+        """The parts of cache entries that W_K and W_V produce directly: down^T (W x + b - mean)."""
         w, folded, d = self.weights, self.folded, self.geometry.head_dim
         if not folded.linear_width:
             return {}
@@ -76,7 +81,7 @@ class FoldedTensors:
         return {"down_proj.weight": torch.cat(blocks), "down_proj.bias": torch.cat(biases)}
 
     def _keys(self) -> dict[str, Tensor]:
-        """Key maps that act at run time."""
+        """Key projections that act at run time."""
         w, folded, latents = self.weights, self.folded, self.spec.key_latents
         tensors: dict[str, Tensor] = {}
         if folded.keys_computed:
@@ -99,7 +104,8 @@ class FoldedTensors:
         return tensors
 
     def _outputs(self) -> dict[str, Tensor]:
-        """W_O with the value maps and the value mean in it: probabilities sum to one."""
+        """The output projection with value projections and the value mean folded in (attention
+        weights add up to one)."""
         w, g, spec = self.weights, self.geometry, self.spec
         latents = spec.value_latents
         mean = torch.cat([self._part(x, "v", self.mean) for x in latents])
@@ -123,7 +129,7 @@ class FoldedTensors:
         return whole if latent.side != "kv" else whole.chunk(2)[0 if side == "k" else 1]
 
     def _head_ups(self, side: str) -> list[Tensor]:
-        """One map [d, r] per KV head, in head order."""
+        """The up-projection [d, r] of each KV head, in head order."""
         latents = self.spec.key_latents if side == "k" else self.spec.value_latents
         return [
             part
@@ -139,7 +145,8 @@ class FoldedTensors:
 def fold_model(
     model: Any, family: type[Family], spec: CacheSpec, maps: Sequence[Sequence[LatentMaps | None]]
 ) -> None:
-    """Replace every attention of `model` in place, layer by layer."""
+    """Replace every attention of a model in place, layer by layer. maps: per layer and latent, as
+    in `FoldedTensors`."""
     _fold(model, family, spec, lambda index, weights: maps[index])
 
 
@@ -165,9 +172,8 @@ def _fold(
 def fold_plain(
     model: Any, spec: CacheSpec, means: Sequence[tuple[Tensor, Tensor]] | None = None
 ) -> None:
-    """Make every attention of a plain model store what `spec` says, of which nothing is lost: keys
-    and values as they are, or rotated for quantisation, less their `means` [Hk, d] each, by
-    layer."""
+    """Fold a model without loss, so that it stores what `spec` says: full keys and values, or
+    rotated ones for quantisation, minus their `means` [Hk, d] per layer."""
 
     def maps_of(index: int, weights: Projections) -> Sequence[LatentMaps | None]:
         latents = spec.layers[index].latents

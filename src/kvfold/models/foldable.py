@@ -1,5 +1,5 @@
-"""Whether a layer computes what its weights say: what is folded, or served by an engine of its own,
-is read from weights alone."""
+"""Check that attention computes only what its weights say, because folding and the engine read
+weights alone."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ from kvfold.utils.errors import SettingError
 
 
 def check_weights(model: Any, family: type[Family]) -> None:
-    """Raises SettingError for a model whose attention does more than its weights say: by an
-    adapter, quantised weights, hooks, or weights that are elsewhere."""
+    """Raises SettingError for a model whose attention does more than its weights say: with an
+    adapter, quantised weights, hooks, or offloaded weights."""
     for index, attention in enumerate(family.attentions(model)):
         check_causal(attention, f"layer {index}, {family.attention_name}")
         for name, module in attention.named_modules():
@@ -21,7 +21,7 @@ def check_weights(model: Any, family: type[Family]) -> None:
 
 
 def check_causal(attention: nn.Module, name: str) -> None:
-    """Raises SettingError for attention whose tokens see those that follow them."""
+    """Raises SettingError for attention in which tokens see later tokens."""
     if not getattr(attention, "is_causal", True):
         raise SettingError(
             f"{name} lets tokens see those that follow them, which the engine does not: use"
@@ -30,7 +30,8 @@ def check_causal(attention: nn.Module, name: str) -> None:
 
 
 def _reason(module: nn.Module, name: str) -> str | None:
-    """What makes a module of an attention do more than its weights say, and the way out."""
+    """Why a module of an attention does more than its weights say, and the way out; None if it does
+    not."""
     kind = type(module).__module__.split(".")[0]
     if kind == "peft":
         return (
@@ -56,11 +57,11 @@ def _reason(module: nn.Module, name: str) -> str | None:
     if not linear:
         return None
     weight, floats = module.weight, all(x.is_floating_point() for x in module.parameters())
-    coded = type(weight) not in (nn.Parameter, Tensor)  # as torchao's
-    if coded or not floats or weight.element_size() == 1:  # type: ignore[operator]
-        what = f"a {type(weight).__name__}" if coded else str(weight.dtype)
+    packed = type(weight) not in (nn.Parameter, Tensor)  # as torchao's
+    if packed or not floats or weight.element_size() == 1:  # type: ignore[operator]
+        kind_name = f"a {type(weight).__name__}" if packed else str(weight.dtype)
         return (
-            f"weights of {what}: take the model before it was quantised, or maps beside the weights"
-            " (`fold=False`, or `maps`)"
+            f"weights of {kind_name}: take the model before it was quantised, or maps beside the"
+            " weights (`fold=False`, or `maps`)"
         )
     return None

@@ -1,8 +1,9 @@
-"""Attention that stores rows instead of keys and values, for every family.
+"""Attention that stores cache entries of latents instead of keys and values, for all families.
 
-Shapes: B batch, T new tokens, S cached tokens, D width, Hq / Hk query / KV heads, d head dim,
-R row width, n latents of one side, r their largest rank. Maps are kept as stacks padded to r with
-zeros, so that heads of different ranks run in one batched product; rows are never padded.
+Shapes: B batch, T new tokens, S cached tokens, D width, Hq / Hk query / KV heads, d head dim, R
+numbers of an entry, n latents of one side, r their largest rank. Projections are stacked and padded
+to r with zeros, so that heads of different ranks run in one batched product; entries are never
+padded.
 """
 
 import warnings
@@ -18,20 +19,21 @@ from kvfold.models.rotary import RotaryTable, fixed_rope
 
 
 class FoldedAttention(nn.Module):
-    """The family-independent part: `project` makes queries and rows, `o_proj` is W_O; what lies
-    between belongs to a context, which is told of the layer by `maps`.
+    """The part that does not depend on the family: `project` computes queries and entries, and
+    `o_proj` is the output projection. Attention itself runs in a context, which gets the layer's
+    `maps`.
 
-    A family subclass inherits its own attention class too, and adapts `forward`.
+    A family subclass also inherits its transformers attention class, and adapts `forward`.
     """
 
-    pointwise = PointwiseOps()  # an engine puts compiled ones in their place
-    merged: Any  # all of `products` at once in an engine, a function of x; None: one by one
-    output: Any  # there, W_O as such a function
+    pointwise = PointwiseOps()  # an engine replaces them by compiled ones
+    merged: Any  # in an engine, a function of x that computes all `products`; None: one by one
+    output: Any  # in an engine, the output projection as a function
     rotary: RotaryTable | None = None  # the model's, not a submodule
 
     def __init__(self, config: Any, geometry: Geometry, spec: LayerSpec, layer_idx: int) -> None:
         nn.Module.__init__(self)
-        self.merged = self.output = None  # of the class they would hide modules of these names
+        self.merged = self.output = None  # as class attributes they would hide modules so named
         self.config, self.geometry, self.spec, self.layer_idx = config, geometry, spec, layer_idx
         self.window = attention_windows(config)[layer_idx]
         self._build_maps()
@@ -68,25 +70,27 @@ class FoldedAttention(nn.Module):
         return torch.zeros(len(latents), len(latents[0].heads) * self.geometry.head_dim, widest)
 
     def _query_numbers(self, latents: tuple[Latent, ...]) -> int:
-        """Of all query heads, each with the rank of its latent."""
+        """Numbers of all query heads, each with the rank of its latent."""
         return self.geometry.queries_per_kv * sum(x.rank * len(x.heads) for x in latents)
 
     def add_score_map(self) -> None:
-        """An empty map [Hk, D + 1] from hidden states and a one to the logarithm of what rows are
-        worth, which eviction may read."""
+        """Add an empty linear map [Hk, D + 1] from hidden states and a 1 to the log of an eviction
+        score."""
         g = self.geometry
         self.score_map = nn.Parameter(torch.empty(g.num_kv_heads, g.hidden_size + 1))
 
-    # -- mode: which maps sit in weights, and which act at run time -----------------------------
+    # -- mode: which projections are folded into weights, and which act at run time -------------
 
     @property
     def keys_computed(self) -> bool:
-        """Key maps act on computed keys (after a norm or RoPE) instead of sitting in W_K."""
+        """Whether full keys are computed before they are projected (after a norm or RoPE), so that
+        W_K cannot absorb the projection."""
         return self.spec.keys in ("plain", "post_rope") or self.geometry.key_norm
 
     @property
     def query_folded(self) -> bool:
-        """W_Q carries the key map: only where that does not cost more than mapping queries."""
+        """Whether W_Q absorbs the key projection: only if that costs no more than projecting
+        queries."""
         latents, g = self.spec.key_latents, self.geometry
         heads = sum(x.rank * len(x.heads) for x in latents)
         online = g.kv_width * g.hidden_size + g.head_dim * heads
@@ -95,32 +99,32 @@ class FoldedAttention(nn.Module):
 
     @property
     def query_mapped(self) -> bool:
-        """Queries go through the key map on their way to the space of scores."""
+        """Whether queries are projected at run time to score stored keys."""
         return self.spec.keys in ("post_rope", "absorbed") and not self.query_folded
 
     @property
     def keys_mapped(self) -> bool:
-        """Computed keys go through a map on their way to rows."""
+        """Whether computed keys are projected at run time."""
         return self.keys_computed and self.spec.keys != "plain"
 
     @property
     def keys_reconstructed(self) -> bool:
-        """Rows go through the key map, then RoPE, for every score."""
+        """Whether keys are reconstructed from entries and rotated for each score."""
         return self.spec.keys == "pre_rope"
 
     @property
     def values_reconstructed(self) -> bool:
-        """W_O takes values that rows or attention outputs are mapped to."""
+        """Whether values or attention outputs are projected up before the output projection."""
         return self.spec.values == "rebuilt"
 
     @property
     def linear_width(self) -> int:
-        """Numbers of a row that W_K and W_V produce directly."""
+        """Numbers of an entry that W_K and W_V produce directly."""
         return sum(latent.rank for latent in self.linear_latents)
 
     @property
     def linear_latents(self) -> tuple[Latent, ...]:
-        """Latents that W_K and W_V produce directly (a joint latent's value part counts)."""
+        """Latents that W_K and W_V produce directly. Of a joint latent, the value part does."""
         skip = "k" if self.keys_computed else ""
         return tuple(latent for latent in self.spec.latents if latent.side != skip)
 
@@ -133,42 +137,44 @@ class FoldedAttention(nn.Module):
         return k
 
     def project(self, x: Tensor, tables: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-        """New tokens' queries and stored rows.
+        """Compute the new tokens' queries and cache entries.
 
-        x [B, T, D]; tables cos, sin [B or 1, T, rotary dims]. Returns q [B, Hq, T, d or r] in the
-        space the scores are taken in, and rows [B, T, R].
+        x [B, T, D]; tables: RoPE cos, sin [B or 1, T, rotary dims].
+
+        Returns q [B, Hq, T, d or r] in the space in which scores are computed, and entries
+        [B, T, R].
         """
         q, k, rows = self._multiplied(x)
         q = self._queries(q, tables)
         return q, rows if k is None else self._online_rows(k, tables, rows)
 
     def queries(self, x: Tensor, tables: tuple[Tensor, Tensor] | None) -> Tensor:
-        """The queries of `project` alone."""
+        """Only the queries of `project`."""
         return self._queries(self._multiplied(x)[0], tables)
 
     @property
     def products(self) -> list[nn.Linear]:
-        """The linear layers that take a token's hidden state: of queries, of computed keys, and of
-        what is stored as it comes out, where there are any."""
+        """The linear layers of a token's hidden state: queries, computed keys, and the numbers that
+        are stored directly, as far as the layer has them."""
         names = ("k_proj",) * self.keys_computed + ("down_proj",) * bool(self.linear_width)
         return [self.q_proj, *(getattr(self, name) for name in names)]
 
     def _multiplied(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        """What x [B, T, D] becomes by W_Q, W_K if keys are computed, and the maps of rows, each
-        [B, T, .]."""
+        """Outputs [B, T, .] of `products` for x [B, T, D]: queries, keys (None if they are not
+        computed), and directly stored numbers."""
         linears = self.products
         if self.merged is None:
-            found = [linear(x) for linear in linears]
+            outputs = [linear(x) for linear in linears]
         else:
-            found = list(self.merged(x).split([linear.out_features for linear in linears], -1))
-        # By index: of what a star collects torch.compile makes a tuple.
-        q, k = found[0], found[1] if self.keys_computed else None
-        rows = found[-1] if self.linear_width else x.new_zeros(*x.shape[:2], 0)
+            outputs = list(self.merged(x).split([linear.out_features for linear in linears], -1))
+        # By index, because torch.compile turns starred targets into a tuple.
+        q, k = outputs[0], outputs[1] if self.keys_computed else None
+        rows = outputs[-1] if self.linear_width else x.new_zeros(*x.shape[:2], 0)
         return q, k, rows
 
     @property
     def maps(self) -> LayerAttention:
-        """The layer as attention sees it, by the tensors that it has now."""
+        """The description of the layer for attention backends, with its current tensors."""
         return LayerAttention(
             index=self.layer_idx,
             spec=self.spec,
@@ -186,7 +192,7 @@ class FoldedAttention(nn.Module):
         )
 
     def _queries(self, q: Tensor, tables: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Queries in score space [B, Hq, T, d or r] of W_Q's [B, T, .]."""
+        """Queries [B, Hq, T, d or r] in the space of scores, from outputs of W_Q [B, T, .]."""
         g = self.geometry
         if self.query_folded:
             return _split_ragged(q, self.key_columns.head_ranks(g.queries_per_kv))
@@ -195,7 +201,8 @@ class FoldedAttention(nn.Module):
         return self.pointwise.queries(q, tables if g.rope else None, up)
 
     def _online_rows(self, k: Tensor, tables: tuple[Tensor, Tensor] | None, rest: Tensor) -> Tensor:
-        """Rows [B, T, R] of W_K's keys [B, T, Hk d] and what is mapped already, rest [B, T, .]."""
+        """Entries [B, T, R] from keys [B, T, Hk d] and the numbers that are stored directly, rest
+        [B, T, .]."""
         g, spec = self.geometry, self.spec
         k = self.normalize_keys(k.unflatten(-1, (g.num_kv_heads, g.head_dim)))
         tables = tables if g.rope and spec.keys in ("post_rope", "plain") else None
@@ -208,17 +215,17 @@ class FoldedAttention(nn.Module):
 
 
 def layer_shapes(config: Any, spec: CacheSpec) -> list[LayerShape]:
-    """The shapes of all layers of a model that stores what `spec` says, without its weights."""
+    """The shapes of all layers of a model with this spec, without its weights."""
     rope = spec.geometry.rope and fixed_rope(config)
-    each = enumerate(zip(spec.layers, attention_windows(config), strict=True))
+    layers = enumerate(zip(spec.layers, attention_windows(config), strict=True))
     return [
         LayerShape(index=i, spec=layer, geometry=spec.geometry, window=window, fixed_rope=rope)
-        for i, (layer, window) in each
+        for i, (layer, window) in layers
     ]
 
 
 def attention_windows(config: Any) -> list[int | None]:
-    """Tokens that a query of each layer sees, its own included; None: all."""
+    """Sliding window of each layer in tokens, the query's own included (None: full attention)."""
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     if kinds is None:
         return [window] * config.num_hidden_layers
@@ -226,7 +233,7 @@ def attention_windows(config: Any) -> list[int | None]:
 
 
 def _linear(inputs: int, outputs: int) -> nn.Linear:
-    """A linear layer without random numbers: folding or loading fills it."""
+    """A linear layer with uninitialised weights, which folding or loading fills."""
     device = torch.get_default_device()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a side that keeps nothing has no outputs, by design

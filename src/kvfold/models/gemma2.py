@@ -1,5 +1,5 @@
-"""Gemma 2: scores capped and scaled by a number of their own, every other layer behind a window,
-logits capped too."""
+"""Gemma 2: capped scores with their own scale, sliding windows in every other layer, capped
+logits."""
 
 from typing import Any, ClassVar
 
@@ -16,7 +16,7 @@ class FoldedGemma2(RotaryForward, Gemma2Attention):
 
 
 def finish(layer: Any, x: Tensor, out: Tensor) -> Residual:
-    """The second half of a layer with norms before and behind attention and MLP."""
+    """The second half of a decoder layer with norms before and after both attention and MLP."""
     x = x + layer.post_attention_layernorm(out)
     fed = layer.mlp(layer.pre_feedforward_layernorm(x))
     return x, layer.post_feedforward_layernorm(fed)

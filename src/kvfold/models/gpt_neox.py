@@ -31,7 +31,8 @@ class GPTNeoXFamily(Family):
 
     @classmethod
     def geometry(cls, config: Any) -> Geometry:
-        """transformers reads no `num_key_value_heads` of such a config, where one has it."""
+        """The geometry with as many KV heads as query heads: transformers ignores
+        `num_key_value_heads` in such a config."""
         return replace(super().geometry(config), num_kv_heads=config.num_attention_heads)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What kernels would serve a model, by its config and what it stores."""
+"""Which kernels serve a model, judged by its config and what it stores."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -14,8 +14,8 @@ from kvfold.ops.decode import one_pass_page, two_passes
 
 
 def kernels_of(config: Any, spec: CacheSpec, dtype: torch.dtype | None = None) -> Kernels:
-    """Of a model that stores what `spec` says, in the bits that are planned, or 16. dtype: of its
-    weights (None: the config's)."""
+    """Kernels for a model with this spec, in the planned bits, or 16. dtype: of its weights (None:
+    the config's)."""
     shapes = layer_shapes(config, spec)
     dtype = dtype or config.dtype or torch.float32
     tracked = [shape.window is not None for shape in shapes]
@@ -29,9 +29,12 @@ def fastest_layout(
     bits: int | None = None,
     windows: Sequence[int | None] | None = None,
 ) -> CacheLayout | None:
-    """Pages that a Hopper GPU decodes in one pass, all layers, as an engine has them there; None
-    where it does not. bits: of every number, in place of those that are planned; windows: of every
-    layer (None: as the config says)."""
+    """The page layout with which a Hopper GPU decodes all layers in one pass, as an engine chooses
+    it; None if no page size allows that.
+
+    bits: of every number, instead of the planned ones.
+    windows: sliding window per layer (None: from the config).
+    """
     tracked = _tracked(config, windows)
     layout_of = partial(_layout, spec, bits, tracked)
     page = one_pass_page(layout_of, spec.geometry.queries_per_kv)
@@ -41,7 +44,8 @@ def fastest_layout(
 def one_pass_summary(
     config: Any, spec: CacheSpec, windows: Sequence[int | None] | None = None
 ) -> str:
-    """Whether a Hopper GPU decodes all layers in one pass, for users. windows: as above."""
+    """Whether a Hopper GPU decodes all layers in one pass, as a phrase for users. windows: as in
+    `fastest_layout`."""
     if (layout := fastest_layout(config, spec, windows=windows)) is not None:
         return f"yes, pages of {layout.page} rows"
     tracked = _tracked(config, windows)
@@ -49,7 +53,7 @@ def one_pass_summary(
 
 
 def _tracked(config: Any, windows: Sequence[int | None] | None) -> list[bool]:
-    """Whether entries of each layer carry positions: where a window lets go of them."""
+    """Whether entries of each layer carry positions, which sliding windows need."""
     windows = attention_windows(config) if windows is None else windows
     return [window is not None for window in windows]
 

@@ -1,4 +1,4 @@
-"""Llama and its relatives with separate q, k, v, o projections: Llama, Yi, Mistral, Qwen2."""
+"""Llama and relatives with separate q, k, v and o projections: Llama, Yi, Mistral, Qwen2."""
 
 from typing import Any, ClassVar
 
@@ -38,7 +38,7 @@ class FoldedQwen2(RotaryForward, Qwen2Attention):
 
 
 def finish(layer: Any, x: Tensor, out: Tensor) -> Residual:
-    """The second half of a layer with a norm before attention and one before the MLP."""
+    """The second half of a decoder layer with a norm before attention and one before the MLP."""
     x = x + out
     return x, layer.mlp(layer.post_attention_layernorm(x))
 

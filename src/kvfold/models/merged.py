@@ -1,8 +1,7 @@
-"""Products of the same inputs as one wide product, over weights that do not exist twice.
+"""Merge linear layers with the same input into one product, without copying their weights.
 
-A step of few tokens reads weights and does little else: three launches of narrow products take
-longer than one, and `ops.linear` has kernels for it. Shapes: N tokens, D width, I inner width of an
-MLP.
+A decode step of few tokens mostly reads weights: three narrow products take longer than one wide
+product, for which `ops.linear` has kernels. Shapes: N tokens, D width, I inner width of an MLP.
 """
 
 from collections.abc import Sequence
@@ -18,16 +17,17 @@ from kvfold.ops.linear import gated, linear
 
 
 class MergedLinear(NamedTuple):
-    """weight [sum of outputs, D] and bias: of linear layers, whose own are views of them."""
+    """Several linear layers as one. weight [sum of outputs, D], bias: the layers' own parameters
+    are views of them."""
 
     weight: Tensor
     bias: Tensor | None
 
     @classmethod
-    @torch.inference_mode(False)  # whose tensors could not be trained
+    @torch.inference_mode(False)  # inference tensors could not be trained later
     def of(cls, linears: Sequence[nn.Linear]) -> "MergedLinear":
-        """Values, names and memory stay, in all models that share these parameters: only where
-        their numbers lie changes. What lies one behind another already stays where it is."""
+        """Merge linear layers. Their parameters keep values and names, also in other models that
+        share them; only their memory moves. Adjacent parameters stay where they are."""
         biases = [x.bias for x in linears if x.bias is not None]
         assert len(biases) in (0, len(linears)), "all of them have a bias, or none"
         return cls(_merge([x.weight for x in linears]), _merge(biases) if biases else None)
@@ -38,18 +38,18 @@ class MergedLinear(NamedTuple):
 
 
 def _merge(parts: Sequence[nn.Parameter]) -> Tensor:
-    """All rows of `parts`, which become views of them."""
+    """Concatenate parameters [rows, ..], which become views of the result."""
     first, rows = parts[0].detach(), [len(x) for x in parts]
     if _adjacent(parts):
         return first.as_strided((sum(rows), *first.shape[1:]), first.stride())
-    whole = torch.cat([x.detach() for x in parts])
-    for part, own in zip(parts, whole.split(rows), strict=True):
-        part.data = own
-    return whole
+    merged = torch.cat([x.detach() for x in parts])
+    for part, view in zip(parts, merged.split(rows), strict=True):
+        part.data = view
+    return merged
 
 
 def _adjacent(parts: Sequence[nn.Parameter]) -> bool:
-    """Whether they lie one behind another in one memory."""
+    """Whether parameters lie one after another in the same memory."""
     end = parts[0].storage_offset()
     for part in parts:
         same = part.untyped_storage().data_ptr() == parts[0].untyped_storage().data_ptr()
@@ -60,7 +60,7 @@ def _adjacent(parts: Sequence[nn.Parameter]) -> bool:
 
 
 class GatedMLP(nn.Module):
-    """down(act(gate(x)) * up(x)) with the modules of an MLP that computes this, by their names."""
+    """down(act(gate(x)) * up(x)) with the modules of an MLP that computes this."""
 
     def __init__(self, mlp: Any) -> None:
         super().__init__()
@@ -79,15 +79,13 @@ class GatedMLP(nn.Module):
         else:
             gate, up = self.merged(x).chunk(2, dim=-1)
             inner = self.act_fn(gate) * up
-        found: Tensor = self.down(inner)
-        return found
+        out: Tensor = self.down(inner)
+        return out
 
 
 def merge_products(model: Any, family: type[Family]) -> None:
-    """One product for what a layer's attention makes of its inputs, and one for gate and up where
-    its MLP has them; what follows either as such a product too. The model is a runner's own; what
-    it shares weights with computes as before.
-    """
+    """Merge the products of each layer's attention inputs, and gate and up of its MLP if it has
+    them. The model belongs to one runner; models that share its weights compute as before."""
     for layer in family.layers(model):
         attention = getattr(layer, family.attention_name)
         if isinstance(attention, FoldedAttention) and _plain(attention, attention.products):
@@ -99,12 +97,12 @@ def merge_products(model: Any, family: type[Family]) -> None:
             if _plain(mlp, (mlp.gate_proj, mlp.up_proj)):
                 setattr(layer, name, GatedMLP(mlp))
         if model.device.type == "cuda":
-            torch.cuda.empty_cache()  # of pieces that no larger tensor fits into
+            torch.cuda.empty_cache()  # free fragments, into which no larger tensor fits
 
 
 def _plain(owner: nn.Module, linears: Sequence[nn.Module]) -> bool:
-    """Whether all that is known of them is their weights: nobody has put a forward of their own
-    into them, as what spreads a model over devices does, and they lie in one place."""
+    """Whether modules are ordinary linear layers: no replaced forward (as accelerate installs), one
+    device and dtype, and all with or all without a bias."""
     modules = (owner, *linears)
     if any("forward" in vars(x) for x in modules) or any(type(x) is not nn.Linear for x in linears):
         return False

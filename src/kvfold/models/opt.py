@@ -1,4 +1,4 @@
-"""OPT: learned positions, biases, no RoPE: every map folds into the weights."""
+"""OPT: learned positions, biases, no RoPE, so all projections can be folded into weights."""
 
 from typing import Any, ClassVar
 

@@ -1,8 +1,8 @@
-"""The work of a folded attention between its products: functions of tensors alone, so that an
-engine can have each as one kernel (see `engine.compiled`).
+"""Elementwise and small operations of a folded attention between its matrix products, as functions
+of tensors, so that an engine can compile each to one kernel (`engine.runner.compiled`).
 
-Shapes: B batch, T new tokens, Hq / Hk query / KV heads, d head dim, r rank, n latents of keys,
-v other numbers of a row, R numbers of a row.
+Shapes: B batch, T new tokens, Hq / Hk query / KV heads, d head dim, r rank, n key latents, v other
+numbers of an entry, R numbers of an entry.
 """
 
 from collections.abc import Callable
@@ -15,12 +15,13 @@ from kvfold.ops.common.attention import Tables, rotate
 
 
 def apply_rope(x: Tensor, tables: Tables | None) -> Tensor:
-    """RoPE of x [B, T, H, d] by cos, sin [B or 1, T, rotary dims]; None: x as it is."""
+    """Apply RoPE to x [B, T, H, d] with cos, sin [B or 1, T, rotary dims]; None: return x."""
     return x if tables is None else rotate(x, tables[0][:, :, None], tables[1][:, :, None])
 
 
 def queries(q: Tensor, tables: Tables | None, up: Tensor | None) -> Tensor:
-    """q [B, T, Hq, d] to the space of scores, [B, Hq, T, d], or by up [Hk, d, r] [B, Hq, T, r]."""
+    """Queries q [B, T, Hq, d] in the space of scores: [B, Hq, T, d], or [B, Hq, T, r] projected by
+    up [Hk, d, r]."""
     q = apply_rope(q, tables).transpose(1, 2)
     if up is None:
         return q
@@ -28,20 +29,21 @@ def queries(q: Tensor, tables: Tables | None, up: Tensor | None) -> Tensor:
 
 
 def keys(k: Tensor, tables: Tables | None, down: Tensor) -> Tensor:
-    """k [B, T, Hk, d], turned, by down [n, Hk d / n, r] to latents [B, T, n, r]."""
+    """Keys k [B, T, Hk, d], rotated, and projected by down [n, Hk d / n, r] to latents
+    [B, T, n, r]."""
     k = apply_rope(k, tables).flatten(2).unflatten(-1, (len(down), -1))
     return torch.einsum("btnc,ncr->btnr", k, down)
 
 
 def rows(k: Tensor, tables: Tables | None, shift: Tensor | None, rest: Tensor) -> Tensor:
-    """Rows [B, T, R]: keys [B, T, Hk, d], turned, or mapped ones [B, T, n, r] or [B, T, .], to
-    which shift is added; then rest [B, T, v]."""
+    """Cache entries [B, T, R]: keys [B, T, Hk, d], rotated, or projected keys [B, T, n, r] or
+    [B, T, .] plus shift; followed by rest [B, T, v]."""
     k = apply_rope(k, tables).flatten(2)
     return torch.cat((k if shift is None else k + shift, rest), dim=-1)
 
 
 class PointwiseOps(NamedTuple):
-    """These functions, or others that compute the same."""
+    """The functions above, or others that compute the same."""
 
     queries: Callable[[Tensor, Tables | None, Tensor | None], Tensor] = queries
     keys: Callable[[Tensor, Tables | None, Tensor], Tensor] = keys

@@ -1,4 +1,4 @@
-"""Qwen3: per-head RMS norms on queries and keys before RoPE, explicit head_dim."""
+"""Qwen3: RMS norms of queries and keys per head before RoPE, explicit head_dim."""
 
 from typing import Any, ClassVar
 

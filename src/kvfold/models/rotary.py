@@ -1,4 +1,4 @@
-"""RoPE as a model computes it: the tables of its own module, kept for all layers."""
+"""RoPE as a model computes it: the tables of its own rotary module, shared by all layers."""
 
 from typing import Any
 
@@ -11,24 +11,24 @@ LONG_ROPE = ("dynamic", "longrope")  # tables that depend on the longest sequenc
 
 
 def position_limit(config: Any) -> int | None:
-    """Positions of a causal LM; None where its config states none, as with ALiBi."""
+    """Maximum position of a causal LM; None if its config states none, as with ALiBi."""
     text = config.get_text_config(decoder=True)
     limit: int | None = getattr(text, "max_position_embeddings", None)
     return limit
 
 
 def rope_type(config: Any) -> str:
-    """How a model's RoPE is scaled, in transformers' words."""
+    """The rope_type of a model's config."""
     return (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
 
 
 def fixed_rope(config: Any) -> bool:
-    """Whether a model's RoPE, if it has any, turns a position alike in sequences of any length."""
+    """Whether RoPE rotates a position by the same angles in sequences of any length."""
     return rope_type(config) not in LONG_ROPE
 
 
 class RotaryTable:
-    """The model's own RoPE tables, computed once per position and shared by all layers: a `Rope`
+    """A model's RoPE tables, computed once per position and shared by all layers. Implements `Rope`
     of `attention.base`."""
 
     def __init__(self, rotary: Any, rope_type: str) -> None:
@@ -37,19 +37,19 @@ class RotaryTable:
 
     @property
     def inv_freq(self) -> Tensor:
-        found: Tensor = self.rotary.inv_freq
-        return found.float()
+        inv_freq: Tensor = self.rotary.inv_freq
+        return inv_freq.float()
 
     @property
     def scaling(self) -> float:
         return float(self.rotary.attention_scaling)
 
     def tables(self, like: Tensor, positions: Tensor, stop: int | None) -> Tables:
-        """cos, sin [.., rotary dims] at positions [..] < stop, or any positions [B, T] where stop
-        is None, in a tensor's dtype and device."""
+        """cos, sin [.., rotary dims] at positions [..] < stop (or any positions [B, T] if stop is
+        None), with the dtype and device of `like`."""
         if stop is None or not self.fixed:
-            found: Tables = self.rotary(like, positions)
-            return found
+            tables: Tables = self.rotary(like, positions)
+            return tables
         kind = like.dtype, like.device
         grid = self.grid
         if grid is None or len(grid[0]) < stop or (grid[0].dtype, grid[0].device) != kind:

@@ -1,7 +1,9 @@
-"""Rotate what a folded model stores, at load: the maps absorb it, so it costs nothing to run.
+"""Rotate the stored latents of a folded model when it is loaded. The projections absorb the
+rotation, so it costs nothing at run time.
 
-Numbers that share a quantiser's scale should be alike; an orthogonal Q makes them so (Palu §3.4).
-Stored z becomes Q^T z and every map that reads it gains Q. Shapes: r rank of a latent.
+Numbers that share a quantisation scale should have similar magnitudes; an orthogonal Q achieves
+that (Palu §3.4). A stored z becomes Q^T z, and every projection that reads it is multiplied by Q.
+Shapes: r rank of a latent.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,15 +22,16 @@ from kvfold.ops.common.rotation import rotation
 
 
 def with_full_rank_latents(spec: CacheSpec) -> CacheSpec:
-    """Full keys and values as latents of full rank, whose maps can hold a rotation."""
+    """The spec with full keys and values as full-rank latents, whose projections can absorb a
+    rotation."""
     keys: KeyKind = "post_rope" if spec.geometry.rope else "absorbed"
     layers = tuple(replace(x, keys=keys, values="fused") for x in spec.layers)
     return replace(spec, layers=layers)
 
 
 def rotate_model(model: Any, spec: CacheSpec, bits: int | None, chosen: type[Format]) -> None:
-    """Rotate all latents of a model folded to `spec`, which are stored in so many bits (None: as
-    planned) of a format."""
+    """Rotate all latents of a folded model. bits: of stored numbers (None: as planned); chosen:
+    their format."""
     attentions = family_of(model.config).attentions(model)
     for attention, layer in zip(attentions, spec.layers, strict=True):
         if isinstance(attention, FoldedAttention) and layer.keys != "plain":
@@ -42,7 +45,7 @@ def rotate_layer(attention: FoldedAttention, bits: int | None, chosen: type[Form
 
 
 def tier_rotation(widths: Sequence[tuple[int, int]]) -> Tensor:
-    """A rotation of a latent that keeps its tiers apart; 16-bit tiers stay as they are."""
+    """A rotation of a latent that does not mix its tiers; 16-bit tiers are not rotated."""
     blocks = [
         rotation(width) if bits < 16 else torch.eye(width, dtype=torch.float64)
         for width, bits in widths
@@ -52,11 +55,13 @@ def tier_rotation(widths: Sequence[tuple[int, int]]) -> Tensor:
 
 @torch.no_grad()
 def rotate_latents(attention: FoldedAttention, rotations: Mapping[Latent, Tensor]) -> None:
-    """Rotate the latents of one layer. rotations: orthogonal [r, r], fp64, by latent. Parameters
-    that change are replaced, so that another model that shares them keeps its own.
+    """Rotate the latents of one layer.
 
-    Full rotated keys (`plain`) have no map to absorb a rotation: fold them as `post_rope` keys
-    instead.
+    rotations: orthogonal [r, r], fp64, by latent.
+
+    Parameters that change are replaced, so that another model that shares them keeps its own. Full
+    keys after RoPE (`plain`) have no projection that could absorb a rotation: fold them as
+    `post_rope` keys instead.
     """
     spec = attention.spec
     assert spec.keys != "plain", "plain keys cannot absorb a rotation"
@@ -88,7 +93,7 @@ def rotate_latents(attention: FoldedAttention, rotations: Mapping[Latent, Tensor
 
 
 def _copy_parameter(module: nn.Module, name: str) -> Tensor:
-    """A copy of a parameter, which takes its place."""
+    """Replace a parameter by a copy, and return the copy."""
     old = module.get_parameter(name)
     new = nn.Parameter(old.clone(), requires_grad=old.requires_grad)
     setattr(module, name, new)
@@ -96,7 +101,7 @@ def _copy_parameter(module: nn.Module, name: str) -> Tensor:
 
 
 def _spans(attention: FoldedAttention, latents: tuple[Latent, ...]) -> list[tuple[Latent, int]]:
-    """The latent that serves each KV head, in head order, and how many query heads repeat it."""
+    """The latent of each KV head, in head order, and how many query heads use it."""
     owner = sorted((head, i) for i, latent in enumerate(latents) for head in latent.heads)
     return [(latents[i], attention.geometry.queries_per_kv) for _, i in owner]
 
@@ -109,7 +114,7 @@ def _rotate_blocks(
 ) -> None:
     """Rotate consecutive blocks of a linear layer's outputs (dim 0) or inputs (dim 1)."""
     weight = _copy_parameter(linear, "weight")
-    own = _copy_parameter(linear, "bias") if dim == 0 and linear.bias is not None else None
+    linear_bias = _copy_parameter(linear, "bias") if dim == 0 and linear.bias is not None else None
     start = 0
     for latent, repeats in blocks:
         for _ in range(repeats):
@@ -117,7 +122,7 @@ def _rotate_blocks(
                 q = rotations[latent].to(weight.device)
                 part = weight.narrow(dim, start, latent.rank)
                 part.copy_(q.T @ part.double() if dim == 0 else part.double() @ q)
-                if own is not None:
-                    bias = own.narrow(0, start, latent.rank)
+                if linear_bias is not None:
+                    bias = linear_bias.narrow(0, start, latent.rank)
                     bias.copy_(bias.double() @ q)
             start += latent.rank

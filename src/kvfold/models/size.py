@@ -1,4 +1,4 @@
-"""Bytes of weights, by a model's config and what it stores."""
+"""Bytes of a model's weights, from its config and what it stores."""
 
 from copy import deepcopy
 from typing import Any
@@ -13,14 +13,14 @@ DTYPE = torch.bfloat16  # what a GPU serves models in
 
 
 def step_bytes(config: Any, spec: CacheSpec) -> int:
-    """Of a model that stores what `spec` says, in DTYPE: all weights but embeddings, of which a
-    step looks up a few rows, unless the last layer shares them. Allocates nothing."""
+    """Weight bytes in DTYPE that one decode step reads: all but the embeddings, unless the output
+    layer shares them. Allocates nothing."""
     tied = bool(getattr(config, "tie_word_embeddings", False))
     return _bytes(config, spec, exclude_embeddings=not tied)
 
 
 def weight_bytes(config: Any, spec: CacheSpec) -> int:
-    """Of all weights of such a model. Allocates nothing."""
+    """Bytes of all weights in DTYPE. Allocates nothing."""
     return _bytes(config, spec, exclude_embeddings=False)
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors: written whole, all there, and all of them numbers."""
+"""Write and check a checkpoint's tensors: complete, of the right shapes, and finite."""
 
 import hashlib
 import os
@@ -26,7 +26,8 @@ def write(model: Any, tokenizer: Any, folder: Path) -> None:
 
 @contextmanager
 def stored(files: Collection[str]) -> Iterator[dict[str, Any]]:
-    """Tensors of safetensors files by name, as slices: shape and values are read when asked for."""
+    """Context manager: slices of the tensors in safetensors files by name; shapes and values are
+    read on demand."""
     with ExitStack() as stack:
         stack.enter_context(torch.device("cpu"))  # transformers loads where the default is meta
         opened = [stack.enter_context(safe_open(file, framework="pt")) for file in files]
@@ -41,22 +42,22 @@ def check_complete(
     mismatched: Collection[str],
     folded: bool = False,
 ) -> None:
-    """Raises ValueError where a model's weights are not those that its config.json asks for.
+    """Raises ValueError if a checkpoint does not hold the weights that its config.json asks for.
 
-    Plain checkpoints may hold tensors that nobody reads, folded ones may not.
+    Plain checkpoints may hold tensors that are not used, folded ones may not.
     """
     stripped = not folded and any(_FOLDED.search(x) for x in unexpected)
     if not (missing or mismatched or stripped or (folded and unexpected)):
         return
     kinds = {"missing": missing, "of another shape": mismatched, "unexpected": unexpected}
-    found = "; ".join(f"{len(x)} {kind} ({_few(x)})" for kind, x in kinds.items() if x)
+    problems = "; ".join(f"{len(x)} {kind} ({_few(x)})" for kind, x in kinds.items() if x)
     way_out = "its files are incomplete or not of one checkpoint: copy all of them again"
     if stripped:
         way_out = (
             "this looks like a kvfold checkpoint whose quantization_config was removed from"
             " config.json: put it back, or compress the model again"
         )
-    raise ValueError(f"cannot load a model from {name!r}: tensors {found}; {way_out}")
+    raise ValueError(f"cannot load a model from {name!r}: tensors {problems}; {way_out}")
 
 
 def _few(names: Collection[str]) -> str:
@@ -64,8 +65,8 @@ def _few(names: Collection[str]) -> str:
 
 
 def check_finite(model: torch.nn.Module) -> None:
-    """Raises ValueError naming the first parameter that holds NaN or infinity. Reads every weight
-    once: a few milliseconds for each 10 million."""
+    """Raises ValueError that names the first parameter with NaN or infinity. Reads all weights
+    once: a few milliseconds for 10 million."""
     for name, parameter in model.named_parameters():
         if parameter.is_meta or is_packed(parameter):  # offloaded weights are not read here
             continue
@@ -77,13 +78,13 @@ def check_finite(model: torch.nn.Module) -> None:
 
 
 def is_packed(x: torch.Tensor) -> bool:
-    """Whether a tensor holds quantised numbers: of few bits, or in a class of a library's own."""
+    """Whether a tensor holds quantised numbers: packed bits, or a tensor class of a library."""
     return type(x.data) is not torch.Tensor or not x.is_floating_point() or x.itemsize < 2
 
 
 def sample(tensors: Mapping[str, Any]) -> Iterator[bytes]:
-    """Names, shapes and first rows of tensors, or of a file's slices: enough to tell one
-    compression of a model from another."""
+    """Names, shapes and first rows of tensors or of a file's slices: enough to tell compressions of
+    a model apart."""
     for name, tensor in sorted(tensors.items()):
         row = tensor[:1].flatten().cpu().contiguous()
         yield f"{name} {list(shape(tensor))}".encode()
@@ -91,8 +92,8 @@ def sample(tensors: Mapping[str, Any]) -> Iterator[bytes]:
 
 
 def digests(tensors: Iterable[tuple[str, Any]]) -> list[bytes]:
-    """A line of every named tensor, or slice of a file: its name, shape, dtype and the sha256 of
-    its numbers, sorted. Reads every number once, on all cores: a second for about 2 GB and core."""
+    """One line per tensor or slice of a file, sorted: name, shape, dtype and SHA-256 of its
+    numbers. Reads all numbers on all cores, at about 2 GB per second and core."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         return sorted(pool.map(_digest, tensors))
 
@@ -104,12 +105,12 @@ def _digest(item: tuple[str, Any]) -> bytes:
 
 
 def in_layer(name: str) -> bool:
-    """Whether a tensor is of a numbered layer."""
+    """Whether a tensor belongs to a numbered layer."""
     return any(part.isdigit() for part in name.split("."))
 
 
 def check_numbers(name: str, tensors: Mapping[str, Any]) -> None:
-    """Raises ValueError for slices of files that hold whole numbers, where a model has others."""
+    """Raises ValueError for slices of files that hold integers instead of floats."""
     for tensor, x in tensors.items():
         if not x.get_dtype().startswith(("F", "BF")):
             raise ValueError(
@@ -123,9 +124,10 @@ def shape(tensor: Any) -> tuple[int, ...]:
 
 
 def fingerprint(model: torch.nn.Module) -> str:
-    """A digest of a model's parameter names, shapes and about a thousand numbers of each.
+    """A digest of a model's parameter names, shapes, and about a thousand numbers of each
+    parameter.
 
-    Numbers, not sums: those depend on how many threads add.
+    It uses numbers instead of sums, because sums depend on the number of threads.
     """
     digest = hashlib.sha256()
     for name, numbers in _numbers(model):
@@ -139,10 +141,10 @@ def fingerprint(model: torch.nn.Module) -> str:
 
 
 class Unchanged:
-    """Whether a model's parameters are as they were when this was made.
+    """Whether a model's parameters have changed since this object was created.
 
-    Reads how often PyTorch saw each written, its dtype and device, and one number of it. Where it
-    lies may change: engines lay products of the same inputs side by side.
+    Compares PyTorch's version counter, dtype, device and one number of each parameter. Their memory
+    may move, because engines merge products of the same inputs.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -154,9 +156,9 @@ class Unchanged:
         self.was = self._state()
 
     def first(self) -> str | None:
-        """The name of the first parameter that has changed, None where none has."""
-        for (name, _), was, now in zip(self.parameters, self.was, self._state(), strict=True):
-            if was != now:
+        """The name of the first parameter that changed, or None."""
+        for (name, _), before, now in zip(self.parameters, self.was, self._state(), strict=True):
+            if before != now:
                 return name
         return None
 
@@ -173,19 +175,24 @@ class Unchanged:
 
 
 def _numbers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """A model's parameters and packed buffers by name; offloaded ones a module at a time."""
+    """A model's parameters and packed buffers by name; offloaded ones are loaded one module at a
+    time."""
     names = {name for name, _ in model.named_parameters()}
     names |= {name for name, x in model.named_buffers() if is_packed(x) and x.dtype != torch.bool}
     for prefix, module in model.named_modules():
         with _loaded(module):
-            own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-            for name, x in own:
-                if (whole := f"{prefix}.{name}" if prefix else name) in names:
-                    yield whole, x
+            tensors = (
+                *module.named_parameters(recurse=False),
+                *module.named_buffers(recurse=False),
+            )
+            for name, x in tensors:
+                if (full_name := f"{prefix}.{name}" if prefix else name) in names:
+                    yield full_name, x
 
 
 def _loaded(module: torch.nn.Module) -> AbstractContextManager[None]:
-    """A module's own parameters on its device meanwhile, where accelerate has offloaded them."""
+    """Context manager: load a module's parameters to its device if accelerate has offloaded
+    them."""
     if not any(x.is_meta for x in module.parameters(recurse=False)):
         return nullcontext()
     from accelerate.utils import align_module_device
@@ -196,12 +203,13 @@ def _loaded(module: torch.nn.Module) -> AbstractContextManager[None]:
 
 @contextmanager
 def rounded(model: Any, dtype: torch.dtype | None) -> Iterator[None]:
-    """A model whose parameters, and no buffers, are of this dtype (None: their own) meanwhile."""
-    whole = [(parameter, parameter.data) for parameter in model.parameters()]
+    """Context manager: cast a model's parameters, not its buffers, to a dtype (None: leave
+    them)."""
+    originals = [(parameter, parameter.data) for parameter in model.parameters()]
     try:
-        for parameter, data in whole:
+        for parameter, data in originals:
             parameter.data = data if dtype is None else data.to(dtype)
         yield
     finally:
-        for parameter, data in whole:
+        for parameter, data in originals:
             parameter.data = data

@@ -4,9 +4,9 @@ In plain PyTorch a norm is eight launches, RoPE five, silu(gate) * up two. torch
 of each; products stay with cuBLAS, attention with our kernels. The pieces are what lies between:
 those of `models.pointwise`, and what leads from one layer's attention to the next one's, where a
 layer leaves its last sum to the norm behind it, which takes one launch then; of families whose
-layers are not known so well, modules that transformers wrote, all of a class by one function. Of a model with
-maps beside its weights whole layers are compiled, in which attention is one operation. They are put
-into a runner's model once.
+layers are not known so well, modules that transformers wrote, all of a class by one function. Of a
+model with maps beside its weights whole layers are compiled, in which attention is one operation.
+They are put into a runner's model once.
 KVFOLD_COMPILE: `auto` (on CUDA devices) or `off`. Shapes: N tokens of a step, D model width.
 """
 
