@@ -35,7 +35,8 @@ from kvfold.engine.requests.request import SamplingParams
 from kvfold.hub.loading import load, load_tokenizer
 from kvfold.models.copies import shared_copy
 from kvfold.utils.files import write_json
-from kvfold.utils.text import packaged, running, windows
+from kvfold.utils.text import packaged, running
+from kvfold.utils.tokens import windows
 from kvfold.utils.versions import cache_argument
 
 BASELINES = ("dynamic", "static", "static compiled")

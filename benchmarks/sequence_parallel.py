@@ -42,7 +42,8 @@ from kvfold.models.copies import shared_copy
 from kvfold.models.families import family_of
 from kvfold.parallel import SequenceParallel, context, wire_bytes
 from kvfold.utils.files import write_json
-from kvfold.utils.text import packaged, running, windows
+from kvfold.utils.text import packaged, running
+from kvfold.utils.tokens import windows
 
 CUDNN = "uncompressed, cuDNN"
 PLAIN = "uncompressed"

@@ -99,6 +99,7 @@ def test_reference_models(kind: str) -> None:
 def test_packaged_calibration_text_is_long_enough() -> None:
     """ZACK §6.6: at least 16K tokens."""
     from kvfold.hub.loading import load_tokenizer
-    from kvfold.utils.text import encode, packaged
+    from kvfold.utils.text import packaged
+    from kvfold.utils.tokens import encode
 
     assert len(encode(load_tokenizer("reference:gqa"), packaged("calibration.txt"))) >= 65536

@@ -25,7 +25,8 @@ from kvfold.calibration.text import calibration_windows, self_windows
 from kvfold.compression import compressor
 from kvfold.compression.compressor import Compressor
 from kvfold.hub import loading
-from kvfold.utils.text import ROLES, encode_chat, packaged
+from kvfold.utils.chat import ROLES, encode_chat
+from kvfold.utils.text import packaged
 
 CHAT = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</>{% endfor %}"

@@ -10,9 +10,9 @@ from transformers import AutoTokenizer
 from faults import Peak
 from kvfold.calibration.documents import conversation
 from kvfold.hub import loading
-from kvfold.utils import template_sandbox, text
+from kvfold.utils import chat, template_sandbox
 from kvfold.utils.bounded import bounded
-from kvfold.utils.text import render_chat, reply_words
+from kvfold.utils.chat import render_chat, reply_words
 
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}"
 ENDS = "{% endfor %}{% endfor %}"
@@ -174,8 +174,8 @@ def test_a_slow_template_holds_no_other_back(tokenizer) -> None:
 
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_template_ends_within_its_bounds(name, tokenizer, monkeypatch) -> None:
-    monkeypatch.setattr(text, "TEMPLATE_SECONDS", 1.0)
-    monkeypatch.setattr(text, "TEMPLATE_BYTES", 2**27)
+    monkeypatch.setattr(chat, "TEMPLATE_SECONDS", 1.0)
+    monkeypatch.setattr(chat, "TEMPLATE_BYTES", 2**27)
     tokenizer.chat_template, begin = ENDLESS[name], time.monotonic()
     with (
         Peak() as peak,

@@ -37,8 +37,8 @@ from kvfold.hub.loading import load, load_tokenizer
 from kvfold.layout.formats import FORMATS, format_of
 from kvfold.recipes import NAMES
 from kvfold.utils import versions
+from kvfold.utils.chat import encode_chat
 from kvfold.utils.files import new_directory
-from kvfold.utils.text import encode_chat
 
 TINY = {
     "vocab_size": 4096,

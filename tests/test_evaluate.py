@@ -30,7 +30,8 @@ from kvfold.evaluation.tasks.asked import AskedTask
 from kvfold.evaluation.tasks.choice import ChoiceTask, split_choices
 from kvfold.evaluation.tasks.generation import GenerationTask
 from kvfold.evaluation.tasks.run import run_tasks
-from kvfold.utils.text import documents, read_texts, running, windows
+from kvfold.utils.text import documents, read_texts, running
+from kvfold.utils.tokens import windows
 
 LETTERS = [chr(code) for code in range(32, 127)]
 VOCAB = {token: i for i, token in enumerate(["<s>", "</s>", *LETTERS, "ab", "th"])}

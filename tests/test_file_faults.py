@@ -40,7 +40,9 @@ from kvfold.maps.layers import attention_layers
 from kvfold.maps.plain import Means, full_spec, plain_maps
 from kvfold.maps.sidecar import PLAN, TENSORS, Sidecar, probes_of
 from kvfold.models.families import family_of
-from kvfold.utils.text import encode_chat, encode_prompt, read_text
+from kvfold.utils.chat import encode_chat
+from kvfold.utils.text import read_text
+from kvfold.utils.tokens import encode_prompt
 from models import tokens
 from test_fuzz import model_of
 

@@ -16,7 +16,7 @@ from kvfold.cli.main import main
 from kvfold.hub import gguf, loading
 from kvfold.hub import reference as reference_models
 from kvfold.hub.reference import SMOLLM2, Part
-from kvfold.utils.text import encode_chat
+from kvfold.utils.chat import encode_chat
 
 PACKAGE = SMOLLM2.packages[0]
 FEW = ["--max-tokens", "1024"]

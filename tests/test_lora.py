@@ -23,6 +23,7 @@ from kvfold.config import LoRA
 from kvfold.hub.checkpoint import provenance_of, spec_of
 from kvfold.hub.loading import load_config, load_tokenizer
 from kvfold.models.families import family_of
+from kvfold.utils.versions import cache_argument
 from models import tiny, tokens
 
 pytestmark = pytest.mark.usefixtures("still")

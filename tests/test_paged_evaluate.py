@@ -20,7 +20,7 @@ from kvfold.evaluation.perplexity import perplexity, token_nll, window_perplexit
 from kvfold.evaluation.reader import Reader
 from kvfold.evaluation.tasks.asked import AskedTask
 from kvfold.hub.loading import load, load_tokenizer
-from kvfold.utils.text import encode, encode_prompt
+from kvfold.utils.tokens import encode, encode_prompt
 from models import CONFIGS, tiny, tokens
 
 PAGE, CTX = 8, 60

@@ -31,7 +31,8 @@ from kvfold.parallel import SequenceParallel, wire_bytes
 from kvfold.parallel.attend import attend
 from kvfold.parallel.shares import SLACK, run_ends, shares_of
 from kvfold.utils.errors import SettingError
-from kvfold.utils.text import packaged, running, windows
+from kvfold.utils.text import packaged, running
+from kvfold.utils.tokens import windows
 from kvfold.utils.versions import cache_argument
 from matrix import matrix
 from models import CONFIGS, tiny, tokens

@@ -8,7 +8,9 @@ from kvfold.compression.compressor import Compressor
 from kvfold.evaluation.perplexity import token_nll
 from kvfold.hub import reference as reference_models
 from kvfold.hub.loading import load, load_tokenizer
-from kvfold.utils.text import encode_chat, packaged, running, windows
+from kvfold.utils.chat import encode_chat
+from kvfold.utils.text import packaged, running
+from kvfold.utils.tokens import windows
 
 pytestmark = pytest.mark.real
 

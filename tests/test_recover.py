@@ -29,7 +29,8 @@ from kvfold.hub.checkpoint import provenance_of, spec_of
 from kvfold.hub.loading import load, load_tokenizer
 from kvfold.layout import Latent, LayerSpec
 from kvfold.models.copies import shared_copy
-from kvfold.utils.text import packaged, running, windows
+from kvfold.utils.text import packaged, running
+from kvfold.utils.tokens import windows
 from kvfold.utils.versions import cache_argument
 from matrix import slow
 from models import tiny, tokens

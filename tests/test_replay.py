@@ -14,7 +14,7 @@ from kvfold.engine.runner.build import build_runner
 from kvfold.engine.runner.eviction import Held
 from kvfold.evaluation.paged import PagedSession
 from kvfold.models.families import family_of
-from kvfold.utils.text import reply_words
+from kvfold.utils.chat import reply_words
 from models import tiny, tokens
 from test_eviction_view import folded
 

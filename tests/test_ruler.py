@@ -9,7 +9,7 @@ from kvfold.evaluation import ruler
 from kvfold.evaluation.tasks import read_tasks
 from kvfold.evaluation.tasks.base import Answer
 from kvfold.hub.loading import load_tokenizer
-from kvfold.utils.text import encode
+from kvfold.utils.tokens import encode
 
 CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}[assistant]"
 

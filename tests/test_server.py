@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvfold import SamplingParams
-from kvfold.utils.text import encode
+from kvfold.utils.tokens import encode
 from serving import HISTOGRAMS, Served, serving, small_llm, text_string_to_metric_families
 
 

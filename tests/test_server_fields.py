@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("fastapi", reason='needs pip install "kvfold[server]"')
 from kvfold.server import fields
 from kvfold.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from kvfold.utils.text import encode
+from kvfold.utils.tokens import encode
 from serving import Served, serving, small_llm
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

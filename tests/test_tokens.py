@@ -21,15 +21,9 @@ from kvfold.evaluation.tasks.base import Prompt
 from kvfold.evaluation.tasks.choice import ChoiceTask
 from kvfold.evaluation.tasks.generation import GenerationTask
 from kvfold.hub.loading import load_tokenizer
-from kvfold.utils.text import (
-    documents,
-    encode,
-    encode_chat,
-    encode_prompt,
-    encode_start,
-    leading_tokens,
-    windows,
-)
+from kvfold.utils.chat import encode_chat
+from kvfold.utils.text import documents
+from kvfold.utils.tokens import encode, encode_prompt, encode_start, leading_tokens, windows
 
 TEXT = "The ship went out to sea; nobody saw it again. "
 SIZE = 384

@@ -25,7 +25,8 @@ from kvfold.compression.compressor import Compressor
 from kvfold.evaluation.perplexity import paired_difference, perplexity
 from kvfold.hub.loading import load, load_tokenizer
 from kvfold.utils.files import write_json
-from kvfold.utils.text import read_text, running, windows
+from kvfold.utils.text import read_text, running
+from kvfold.utils.tokens import windows
 
 LOSS_RECIPES, LOSS_KEEPS = ("zack", "small"), (0.5, 0.25)
 TOKENS = (4096, 8192, 16384, 32768)

@@ -38,7 +38,8 @@ from kvfold.utils.errors import SettingError
 from kvfold.utils.files import check_makeable, new_directory, writing
 from kvfold.utils.progress import Progress
 from kvfold.utils.search import parse_budget
-from kvfold.utils.text import check_tokenizer, read_texts
+from kvfold.utils.text import read_texts
+from kvfold.utils.tokens import check_tokenizer
 
 
 def compress(

@@ -46,7 +46,7 @@ class _Pending:
 class Observer(QueryRing):
     """Buffers decode queries of layers until `flush` adds their attention to the metrics.
 
-    Which buffer entries are valid is known on the host alone; `around` must enclose each step.
+    Which buffer entries are valid is known on the host alone; `step` must enclose each step.
     """
 
     def __init__(
@@ -69,19 +69,19 @@ class Observer(QueryRing):
         self.lse[layer].index_copy_(0, rows, lse)
 
     @contextmanager
-    def step(self, turns: Sequence[StepPart], num_decode: int) -> Iterator[None]:
-        """Encloses a step, whose first `num_decode` turns are single tokens of decoding
+    def step(self, parts: Sequence[StepPart], num_decode: int) -> Iterator[None]:
+        """Encloses a step, whose first `num_decode` parts are single tokens of decoding
         sequences."""
-        self._begin(turns)
+        self._begin(parts)
         yield
-        self._end(turns[:num_decode])
+        self._end(parts[:num_decode])
 
-    def _begin(self, turns: Sequence[StepPart]) -> None:
+    def _begin(self, parts: Sequence[StepPart]) -> None:
         """Drop buffered queries of sequences that gave up their slots, and flush if a sequence does
         not continue where it ended. The step's rows may have pages but no content yet; what is
         added to their metrics is overwritten."""
         must_flush = False
-        for slot, owner, start, _ in turns:
+        for slot, owner, start, _ in parts:
             if (pending := self.pending.get(slot)) is None:
                 continue
             if pending.owner is not owner or start == 0:

@@ -7,15 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from kvfold.calibration.self_text import SELF
+from kvfold.utils.chat import apply_template
 from kvfold.utils.errors import SettingError
-from kvfold.utils.text import (
-    apply_template,
-    documents,
-    encode,
-    encode_start,
-    packaged,
-    read_texts,
-)
+from kvfold.utils.text import documents, packaged, read_texts
+from kvfold.utils.tokens import encode, encode_start
 
 MIN_TOKENS = 256  # of a document that is used, if it is as long
 PACKAGED = {  # files of packaged text by kind

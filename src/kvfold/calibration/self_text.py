@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteria
 
+from kvfold.utils.chat import encode_chat
 from kvfold.utils.progress import Report
-from kvfold.utils.text import encode_chat, packaged
+from kvfold.utils.text import packaged
 
 SELF = "self"  # in place of a file
 BATCH = 16

@@ -12,13 +12,7 @@ from kvfold.models.devices import input_device
 from kvfold.models.rotary import position_limit
 from kvfold.utils.errors import SettingError
 from kvfold.utils.progress import Report
-from kvfold.utils.text import (
-    CHARACTERS_PER_TOKEN,
-    check_ids,
-    leading_tokens,
-    longer,
-    windows,
-)
+from kvfold.utils.tokens import CHARACTERS_PER_TOKEN, check_ids, leading_tokens, longer, windows
 
 GPU_TOKENS, CPU_TOKENS = 32768, 12288  # default calibration text: see `default_tokens`
 CALIBRATION_WINDOW = 1024

@@ -216,7 +216,8 @@ def applicable(model: Any) -> list[str]:
 def prompt(tokenizer: Any, window: "Tensor") -> tuple[str, list[int]]:
     """The second half of a window, with QUESTION for a model that chats: its end, as it is shown,
     and token ids."""
-    from kvfold.utils.text import encode_chat, encode_prompt
+    from kvfold.utils.chat import encode_chat
+    from kvfold.utils.tokens import encode_prompt
 
     text = tokenizer.decode(window[len(window) // 2 :], skip_special_tokens=True)
     if tokenizer.chat_template:

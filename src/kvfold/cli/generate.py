@@ -89,7 +89,8 @@ def read_context(path: Path, storage: Storage, chat: bool) -> "tuple[CacheConfig
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     if (prompt is None) == (prompt_file is None):
         raise ValueError("give one of --prompt TEXT and --prompt-file FILE")
-    from kvfold.utils.text import check_text, read_text
+    from kvfold.utils.text import read_text
+    from kvfold.utils.tokens import check_text
 
     if prompt_file is not None:
         return read_text(prompt_file)
@@ -133,7 +134,7 @@ def stream_paged(
 
     from kvfold.engine.api.llm import LLM
     from kvfold.engine.requests.request import SamplingParams
-    from kvfold.utils.text import encode as encode_on
+    from kvfold.utils.tokens import encode as encode_on
 
     settings = dataclasses.asdict(cache)
     ids = encode_on(tokenizer, prompt) if isinstance(prompt, str) else prompt
@@ -163,7 +164,8 @@ def encode(
     """Token ids of the prompt, a message if this is a chat. Raises ValueError if they and the new
     ones do not fit a model of this config, and for a chat where there is no template for it."""
     from kvfold.evaluation.perplexity import max_positions, vocabulary
-    from kvfold.utils.text import check_ids, encode_chat, encode_prompt, longer
+    from kvfold.utils.chat import encode_chat
+    from kvfold.utils.tokens import check_ids, encode_prompt, longer
 
     if chat and not tokenizer.chat_template:
         raise ValueError("this model has no chat template: leave --chat out")

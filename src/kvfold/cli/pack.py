@@ -76,7 +76,7 @@ def pack(
     from kvfold.engine.api.llm import LLM
     from kvfold.engine.runner.build import check_served
     from kvfold.evaluation.perplexity import max_positions
-    from kvfold.utils.text import longer
+    from kvfold.utils.tokens import longer
 
     check_served(config, common.saved_spec(config), policies.get(stored.evict), cache)
     limit = max_positions(config)

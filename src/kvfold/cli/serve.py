@@ -16,7 +16,7 @@ from kvfold.config import check, setting
 from kvfold.server import check_installed
 from kvfold.server.limits import Limits
 from kvfold.utils.errors import SettingError
-from kvfold.utils.text import check_text
+from kvfold.utils.tokens import check_text
 
 if TYPE_CHECKING:
     from kvfold.config import CacheConfig

@@ -24,8 +24,10 @@ from kvfold.models.finite import check_outputs, probe_ids, rows_are_finite
 from kvfold.models.rotary import fixed_rope
 from kvfold.models.weights import rounded
 from kvfold.ops.backend import use_triton
+from kvfold.utils.chat import encode_chat
 from kvfold.utils.errors import SettingError
-from kvfold.utils.text import check_ids, encode_chat, encode_start, packaged
+from kvfold.utils.text import packaged
+from kvfold.utils.tokens import check_ids, encode_start
 
 TOKENS = 64  # of an answer
 TOY, FEW = 2**25, 8  # parameters of a model that is for tests, and tokens of its answer

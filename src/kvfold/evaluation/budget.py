@@ -20,7 +20,7 @@ from kvfold.layout import CacheSpec
 from kvfold.utils.errors import SettingError
 from kvfold.utils.progress import Progress, stage
 from kvfold.utils.search import search
-from kvfold.utils.text import windows
+from kvfold.utils.tokens import windows
 
 SEARCH_WINDOWS = 16
 RUN = 32

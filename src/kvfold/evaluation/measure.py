@@ -34,7 +34,8 @@ from kvfold.maps.layers import attention_layers
 from kvfold.maps.sidecar import Sidecar
 from kvfold.utils.errors import SettingError
 from kvfold.utils.progress import Progress, stage
-from kvfold.utils.text import check_ids, running, windows
+from kvfold.utils.text import running
+from kvfold.utils.tokens import check_ids, windows
 
 QUESTION_ROOM = 64  # tokens of a question and its answer beyond the context
 NEEDLE_LENGTHS = (512, 1024, 2048, 4096)

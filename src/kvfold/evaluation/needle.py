@@ -18,7 +18,7 @@ from kvfold.evaluation.haystack import build_sample, load_filler
 from kvfold.evaluation.perplexity import max_positions, vocabulary
 from kvfold.evaluation.reader import Reader
 from kvfold.utils.progress import Report
-from kvfold.utils.text import check_ids, leading_tokens
+from kvfold.utils.tokens import check_ids, leading_tokens
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,8 @@ from kvfold.evaluation.haystack import (
     load_filler,
 )
 from kvfold.evaluation.tasks.asked import AskedTask
-from kvfold.utils.text import apply_template, encode, reply_words
+from kvfold.utils.chat import apply_template, reply_words
+from kvfold.utils.tokens import encode
 
 ALL_VALUES = (
     "What are all the special magic numbers for {key} mentioned in the provided text? "

@@ -26,7 +26,7 @@ from kvfold.models.families import family_of
 from kvfold.models.folded import attention_windows
 from kvfold.utils.errors import SettingError
 from kvfold.utils.progress import Progress, stage
-from kvfold.utils.text import windows
+from kvfold.utils.tokens import windows
 
 TEACHER = "kvzip+"
 TOKENS, LENGTH = 16384, 1024  # most that are read, and of a window

@@ -1,4 +1,5 @@
-"""What was done to a model, in a few lines: for the command line, and its checkpoint's README."""
+"""Summaries of a compressed model, for the command line and for the README of its checkpoint or
+maps."""
 
 import re
 from pathlib import Path
@@ -95,7 +96,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def maps_text(spec: CacheSpec, provenance: dict[str, Any]) -> str:
-    """The README of maps beside the weights, in Markdown with the metadata that the hub reads."""
+    """The README of a folder of maps, in Markdown with hub metadata."""
     name = str(provenance.get("model", "a model"))
     is_id = bool(_HUB_ID.fullmatch(name)) and not Path(name).exists()
     return _MAPS.format(
@@ -118,7 +119,7 @@ def text(spec: CacheSpec, provenance: dict[str, Any]) -> str:
 
 
 def _measured(figures: dict[str, Any]) -> list[str]:
-    """What maps lost before they were saved, and through whose cache."""
+    """Lines about the measured loss of maps, and the cache with which it was measured."""
     lines = []
     if (lost := figures.get("lost")) is not None:
         error = figures["lost_se"]
@@ -135,7 +136,7 @@ def _measured(figures: dict[str, Any]) -> list[str]:
 
 
 def facts(spec: CacheSpec, provenance: dict[str, Any]) -> list[str]:
-    """Sizes before and after, and what was measured of the loss."""
+    """Lines about sizes before and after, and the measured loss."""
     full = 2 * spec.geometry.full_numbers
     lines = [
         f"{spec.kept_fraction:.4f} of the numbers kept: {full} -> {spec.bytes_per_token()} bytes"
@@ -143,18 +144,25 @@ def facts(spec: CacheSpec, provenance: dict[str, Any]) -> list[str]:
     ]
     if spec.planned:
         bits = cache_layout(spec).bits_per_token
-        found = {own for layer in spec.layers for x in layer.latents for _, own in x.tiers or ()}
-        levels = ", ".join(map(str, sorted(found, reverse=True)))
+        bit_widths = {
+            tier_bits
+            for layer in spec.layers
+            for x in layer.latents
+            for _, tier_bits in x.tiers or ()
+        }
+        levels = ", ".join(map(str, sorted(bit_widths, reverse=True)))
         lines.append(
             f"{bits / 8:.0f} bytes per token with the planned bits ({levels}) and scales, "
             f"{8 * full / bits:.2f} times smaller on the paged cache"
         )
     if spec.low_rank is not None and spec.hybrid is not None:
-        wide, narrow = (sum(x.row_width for x in own.layers) for own in (spec, spec.low_rank))
+        full_rank, low_rank = (
+            sum(x.row_width for x in stored.layers) for stored in (spec, spec.low_rank)
+        )
         shares = spec.hybrid.important
         lines.append(
-            f"{2 * wide} bytes of important tokens, {min(shares):.0%} to {max(shares):.0%} of a"
-            f" layer's, {2 * narrow} of others on the paged cache; elsewhere all take the first"
+            f"{2 * full_rank} bytes of important tokens, {min(shares):.0%} to {max(shares):.0%} of"
+            f" a layer's, {2 * low_rank} of others on the paged cache; elsewhere all take the first"
         )
     if ratio := provenance.get("ratio"):
         allowed = provenance["budget"]

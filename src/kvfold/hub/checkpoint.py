@@ -1,7 +1,8 @@
-"""The saved form: an ordinary Hugging Face directory that transformers loads after `import kvfold`.
+"""The saved form of a folded model: an ordinary Hugging Face directory that transformers loads
+after `import kvfold`.
 
 `config.json` carries `quantization_config: {"quant_method": "kvfold", "cache": ..., ...}`; the
-weights are plain safetensors. Registered through transformers' public quantiser hooks.
+weights are plain safetensors. Registered through transformers' public quantizer hooks.
 """
 
 import hashlib
@@ -31,7 +32,7 @@ FORMAT = 2
 # Format 1: its digest covers the first rows of attention tensors only, and it has no guard tensor.
 READABLE_FORMATS = (1, FORMAT)
 _ATTENTIONS = ("sdpa", "eager")
-_MEANING = (  # of a config, as far as it has them: what weights mean nothing without
+_MEANING = (  # config settings that change what a model computes, but no shape of its weights
     "activation_function",
     "attn_logit_softcapping",
     "do_layer_norm_before",
@@ -50,9 +51,11 @@ _MEANING = (  # of a config, as far as it has them: what weights mean nothing wi
 
 @register_quantization_config("kvfold")
 class KVFoldConfig(QuantizationConfigMixin):
-    """cache: a CacheSpec as a dict; provenance: the recipe, budget and text it was made with;
-    digest: of `cache` and all weights saved with it, None of offloaded ones; scores: whether
-    attentions hold a learned `score_map`."""
+    """cache: a CacheSpec as a dict.
+    provenance: recipe, budget and text that the model was made with.
+    digest: of `cache` and all weights saved with it; None if weights were offloaded.
+    scores: whether attention modules have a learned `score_map`.
+    """
 
     def __init__(
         self,
@@ -91,21 +94,21 @@ class KVFoldConfig(QuantizationConfigMixin):
         return CacheSpec.from_dict(self.cache)
 
     def digest_of(self, tensors: Mapping[str, Any], config: Any) -> str:
-        """What ties `cache` and the model's config to tensors, whole or as slices of files. In
-        format 1 they are those of the folded attentions, without the config."""
-        made = hashlib.sha256(json.dumps(self.cache, sort_keys=True).encode())
+        """Digest of `cache`, the model's config and tensors (whole, or slices of files). In format
+        1: only of `cache` and the tensors of folded attention modules."""
+        digest = hashlib.sha256(json.dumps(self.cache, sort_keys=True).encode())
         if self.format > 1:
-            made.update(json.dumps(_meaning(config), sort_keys=True).encode())
+            digest.update(json.dumps(_meaning(config), sort_keys=True).encode())
         # Tensors that are in no layer have another name in files of some families.
         named = ((name if in_layer(name) else "", x) for name, x in tensors.items())
         for part in sample(tensors) if self.format == 1 else digests(named):
-            made.update(part)
-        return made.hexdigest()
+            digest.update(part)
+        return digest.hexdigest()
 
 
 @register_quantizer("kvfold")
 class KVFoldQuantizer(HfQuantizer):
-    """Swaps in empty folded attentions before transformers loads the weights."""
+    """Replaces attention modules by empty folded ones before transformers loads the weights."""
 
     requires_calibration = True
     quantization_config: KVFoldConfig
@@ -113,19 +116,19 @@ class KVFoldQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: Collection[str] | None = None, **_: Any
     ) -> None:
-        from kvfold.models.families import family_of  # not before transformers is whole
+        from kvfold.models.families import family_of  # here: transformers is imported completely
 
         family = family_of(model.config)
         spec = self.quantization_config.spec
-        found = family.geometry(model.config)
-        if found != spec.geometry:
+        geometry = family.geometry(model.config)
+        if geometry != spec.geometry:
             raise ValueError(
-                f"config.json describes {found} but its cache spec was made for {spec.geometry}; "
-                "the checkpoint's files do not belong together"
+                f"config.json describes {geometry} but its cache spec was made for"
+                f" {spec.geometry}; the checkpoint's files do not belong together"
             )
         check_attention(model.config)
         with torch.device("meta"):
-            for index in range(found.num_layers):
+            for index in range(geometry.num_layers):
                 folded = family.swap(model, spec, index)
                 if self.quantization_config.scores:
                     folded.add_score_map()
@@ -136,15 +139,17 @@ class KVFoldQuantizer(HfQuantizer):
             self._check_files(model, checkpoint_files)
 
     def _check_files(self, model: Any, files: Collection[str]) -> None:
-        """Raises ValueError for weights that are not those of this config.json, where transformers
-        would draw random ones."""
+        """Raises ValueError for weights that do not belong to this config.json, which transformers
+        would replace by random ones."""
         name, config = str(Path(next(iter(files))).parent), self.quantization_config
-        wanted, own = model.state_dict(), folded_tensors(model)
+        wanted, folded = model.state_dict(), folded_tensors(model)
         tied, guard = model.all_tied_weights_keys.keys(), guard_of(model)
-        with stored(files) as everything:
-            found = {x: y for x, y in everything.items() if x != guard}
-            missing = {x: shape(wanted[x]) for x in wanted.keys() - found.keys() - tied}
-            unexpected = {x: shape(found[x]) for x in found.keys() - wanted.keys()}
+        with stored(files) as tensors:
+            expected_tensors = {x: y for x, y in tensors.items() if x != guard}
+            missing = {x: shape(wanted[x]) for x in wanted.keys() - expected_tensors.keys() - tied}
+            unexpected = {
+                x: shape(expected_tensors[x]) for x in expected_tensors.keys() - wanted.keys()
+            }
             renamed = sorted(missing.values()) == sorted(unexpected.values())
             if renamed and not any(map(in_layer, missing)):  # as GPT-NeoX's lm_head is embed_out
                 missing, unexpected = {}, {}
@@ -153,15 +158,17 @@ class KVFoldQuantizer(HfQuantizer):
                 missing=missing,
                 unexpected=unexpected,
                 mismatched=[
-                    x for x in wanted if x in found and shape(wanted[x]) != shape(found[x])
+                    x
+                    for x in wanted
+                    if x in expected_tensors and shape(wanted[x]) != shape(expected_tensors[x])
                 ],
                 folded=True,
             )
-            check_numbers(name, found)
-            bound = own if config.format == 1 else everything.keys() - tied
+            check_numbers(name, expected_tensors)
+            bound = folded if config.format == 1 else tensors.keys() - tied
             if config.digest not in (
                 None,
-                config.digest_of({x: everything[x] for x in bound}, model.config),
+                config.digest_of({x: tensors[x] for x in bound}, model.config),
             ):
                 raise ValueError(
                     f"the weights in {name} are not those that its config.json was saved with, or "
@@ -171,10 +178,11 @@ class KVFoldQuantizer(HfQuantizer):
     def get_state_dict_and_metadata(
         self, model: Any
     ) -> tuple[dict[str, Any] | None, dict[str, str]]:
-        """Called by `save_pretrained` before it writes config.json, which so gets the digest.
+        """Called by `save_pretrained` before it writes config.json, so that the digest is written.
 
-        The tensors have a guard: a tensor of the plain model's attention, of a shape that no model
-        has. Whoever does not know kvfold fails at it, instead of drawing random weights.
+        Adds a guard tensor, named like a tensor of the original attention, with a shape that no
+        model has. A program without kvfold then fails to load the weights, instead of drawing
+        random ones.
         """
         tensors = model.state_dict()
         config = model.config.quantization_config
@@ -197,7 +205,7 @@ class KVFoldQuantizer(HfQuantizer):
 
 
 def check_attention(config: Any) -> None:
-    """Raises ValueError where transformers was asked for an attention that cannot read rows."""
+    """Raises ValueError for an attention implementation that cannot read compressed entries."""
     if config._attn_implementation not in _ATTENTIONS:
         raise ValueError(
             f"attn_implementation={config._attn_implementation!r} cannot read a compressed cache; "
@@ -206,14 +214,14 @@ def check_attention(config: Any) -> None:
 
 
 def _meaning(config: Any) -> dict[str, Any]:
-    """Settings that change what a model computes and no shape of its weights."""
-    found = {name: getattr(config, name, None) for name in _MEANING}
+    """Config settings that change what a model computes, but no shape of its weights."""
+    settings = {name: getattr(config, name, None) for name in _MEANING}
     rope = getattr(config, "rope_parameters", None) or {}
-    return found | {name: rope.get(name) for name in ("rope_theta", "partial_rotary_factor")}
+    return settings | {name: rope.get(name) for name in ("rope_theta", "partial_rotary_factor")}
 
 
 def guard_of(model: Any) -> str:
-    """The name of the tensor that only a plain model has, and a saved folded one as a guard."""
+    """The name of the guard tensor: one that only the original model has."""
     from kvfold.models.families import family_of
     from kvfold.models.folded import FoldedAttention
 
@@ -222,19 +230,20 @@ def guard_of(model: Any) -> str:
 
 
 def folded_tensors(model: Any) -> dict[str, torch.Tensor]:
-    """Tensors of all folded attentions, by their names in the model."""
+    """Tensors of all folded attention modules, by their names in the model."""
     from kvfold.models.folded import FoldedAttention
 
     return {
-        f"{name}.{own}": tensor
+        f"{name}.{parameter}": tensor
         for name, module in model.named_modules()
         if isinstance(module, FoldedAttention)
-        for own, tensor in module.state_dict().items()
+        for parameter, tensor in module.state_dict().items()
     }
 
 
 def mark(model: Any, spec: CacheSpec, provenance: dict[str, Any]) -> None:
-    """Make a model folded in memory the same as one loaded from disk: `save_pretrained` works."""
+    """Make a model that was folded in memory equal to one loaded from disk, so that
+    `save_pretrained` works."""
     scores = any(name.endswith(".score_map") for name in folded_tensors(model))
     config = KVFoldConfig(cache=spec.to_dict(), provenance=provenance, scores=scores)
     quantizer = KVFoldQuantizer(config)
@@ -246,19 +255,18 @@ def mark(model: Any, spec: CacheSpec, provenance: dict[str, Any]) -> None:
 
 
 def spec_of(model: Any) -> CacheSpec | None:
-    """The CacheSpec of a folded model, None of a plain one."""
+    """The CacheSpec of a folded model; None for an original model."""
     return saved_spec(model.config)
 
 
 def saved_spec(config: Any) -> CacheSpec | None:
-    """What a checkpoint of this config stores; None of an original model."""
+    """The CacheSpec in a config; None for an original model."""
     saved = saved_config(config)
     return None if saved is None else saved.spec
 
 
 def saved_config(config: Any) -> KVFoldConfig | None:
-    """The kvfold section of a config; None of an original model, in whatever numbers its weights
-    are."""
+    """The kvfold section of a config; None for an original model, also a quantised one."""
     saved = getattr(config, "quantization_config", None)
     if isinstance(saved, dict) and saved.get("quant_method") == "kvfold":
         saved = KVFoldConfig(**saved)

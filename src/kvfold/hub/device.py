@@ -1,4 +1,4 @@
-"""Where a model runs and in which numbers: checked before one is loaded."""
+"""Check device and dtype before a model is loaded."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
 def check_dtype(dtype: Any) -> None:
-    """Raises SettingError for a dtype that no model computes in."""
+    """Raises SettingError for a dtype in which no model computes."""
     name = str(dtype).removeprefix("torch.")
     if not isinstance(dtype, str | torch.dtype) or name not in DTYPES:
         raise SettingError(f"`dtype` must be one of {', '.join(DTYPES)}; got {dtype!r}")
@@ -19,18 +19,18 @@ def check_dtype(dtype: Any) -> None:
 def check_device(device: str | torch.device) -> None:
     """Raises SettingError for a device that this machine does not have."""
     try:
-        found = torch.device(device)
+        checked = torch.device(device)
     except (RuntimeError, TypeError):
-        found = None
-    if found is None or found.type not in _COUNTS:
+        checked = None
+    if checked is None or checked.type not in _COUNTS:
         raise SettingError(f"`device` must be cpu, cuda, cuda:N or mps; got {str(device)!r}")
-    count = _COUNTS[found.type]()
-    if (found.index or 0) < count:
+    count = _COUNTS[checked.type]()
+    if (checked.index or 0) < count:
         return
-    has = f"{found.type}:0 to {found.type}:{count - 1}" if count else "none"
+    available = f"{checked.type}:0 to {checked.type}:{count - 1}" if count else "none"
     raise SettingError(
-        f"`device={str(device)!r}`: of {found.type} devices this machine has {has}; another one, or"
-        " `device='cpu'`, works"
+        f"`device={str(device)!r}`: of {checked.type} devices this machine has {available};"
+        " another one, or `device='cpu'`, works"
     )
 
 

@@ -1,5 +1,5 @@
-"""The Hugging Face hub, where it can be reached: else a model is looked for on this machine alone,
-without the retries of half a minute."""
+"""Use the Hugging Face hub if it can be reached; otherwise look for models on this machine alone,
+without half a minute of retries."""
 
 import re
 import ssl
@@ -22,12 +22,12 @@ _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def hub_options(path: str) -> dict[str, Any]:
-    """Options of `from_pretrained`: whether to ask the hub for what `path` names."""
+    """Options of `from_pretrained` for `path`: `local_files_only` if the hub cannot be reached."""
     return {} if Path(path).exists() or reachable() else {"local_files_only": True}
 
 
 def why_not_found(error: Exception) -> str:
-    """Why a name that is no directory gives no model, and the way out."""
+    """Why a name that is not a directory gives no model, and the way out."""
     if reachable():
         return f"there is no such directory, and as a hub id: {first_line(error)}"
     return (
@@ -37,13 +37,13 @@ def why_not_found(error: Exception) -> str:
 
 
 def reachable() -> bool:
-    """Whether the hub may be asked, and answers anything at all."""
+    """Whether the hub may be asked, and answers."""
     return not constants.is_offline_mode() and _answers(constants.ENDPOINT)
 
 
 @lru_cache
 def _answers(address: str) -> bool:
-    """Asked once for a process."""
+    """Whether the server answers; cached for the process."""
     try:
         urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=SECONDS)
     except urllib.error.HTTPError:
@@ -56,19 +56,19 @@ def _answers(address: str) -> bool:
 
 
 def is_repository(name: str) -> bool:
-    """Whether a name may be a hub repository, USER/NAME or USER/NAME@REVISION."""
+    """Whether a name has the form USER/NAME or USER/NAME@REVISION."""
     repository, at, revision = name.partition("@")
     return bool(_REPOSITORY.fullmatch(repository)) and bool(at) == bool(revision)
 
 
 def download(name: str, files: Sequence[str]) -> Path:
-    """A folder of this machine with those of `files` that a repository USER/NAME has, at the commit
-    that its branch main, or the branch, tag or commit in USER/NAME@REVISION, has now. Without a
-    network: what an earlier call left. Raises ValueError with one line that says what is wrong."""
+    """Download those of `files` that a repository USER/NAME has, at the current commit of branch
+    main or of REVISION in USER/NAME@REVISION. Without a network: use what an earlier call
+    downloaded. Returns the local folder. Raises ValueError with one line."""
     repository, _, revision = name.partition("@")
     online = reachable()
     try:
-        found = snapshot_download(
+        folder = snapshot_download(
             repository,
             revision=revision or None,
             allow_patterns=list(files),
@@ -76,7 +76,7 @@ def download(name: str, files: Sequence[str]) -> Path:
         )
     except Exception as error:  # of many libraries, which share no class
         raise ValueError(_why(error, name) if online else why_not_found(error)) from error
-    return Path(found)
+    return Path(folder)
 
 
 def publish(
@@ -86,12 +86,13 @@ def publish(
     private: bool = False,
     revision: str | None = None,
 ) -> str:
-    """Upload files, or what is to be in them, by their paths there, to the repository USER/NAME in
-    one commit: all of them or none. Makes the repository, and the branch `revision`, where there
-    are none. Returns the address of the commit.
+    """Upload files (paths, or their contents), by their paths in the repository, to USER/NAME in
+    one commit: all or none. Creates the repository and the branch `revision` if necessary. Returns
+    the URL of the commit.
 
-    private: a repository that others do not see; one that they do see is refused. Raises
-    SettingError or ValueError with one line that says why not.
+    private: the repository must not be public.
+
+    Raises SettingError or ValueError with one line.
     """
     if not is_repository(name) or "@" in name:
         raise ValueError(
@@ -114,12 +115,13 @@ def publish(
             for path, content in files.items()
         ]
         message = "Upload kvfold maps"
-        made = api.create_commit(name, additions, commit_message=message, revision=revision)
-    return made.commit_url
+        commit = api.create_commit(name, additions, commit_message=message, revision=revision)
+    return commit.commit_url
 
 
 def _make_repository(api: HfApi, name: str, private: bool) -> None:
-    """A repository with that name. Raises SettingError for a public one that is to be private."""
+    """Create the repository if it does not exist. Raises SettingError if it must be private but is
+    public."""
     try:
         is_private = api.model_info(name).private
     except RepositoryNotFoundError:
@@ -134,7 +136,7 @@ def _make_repository(api: HfApi, name: str, private: bool) -> None:
 
 @contextmanager
 def _publishing(name: str) -> Iterator[None]:
-    """One line for all that may go wrong on the way to a repository."""
+    """Context manager: one line for every error while publishing."""
     try:
         yield
     except SettingError:

@@ -1,4 +1,4 @@
-"""GGUF files: read through transformers, their numbers unpacked into ordinary weights."""
+"""Load GGUF files through transformers, dequantised to ordinary weights."""
 
 import sys
 from contextlib import AbstractContextManager, nullcontext, redirect_stderr
@@ -18,31 +18,28 @@ PACKAGES = ("gguf", "accelerate")
 _DTYPES = {0: torch.float32, 1: torch.float16}  # by general.file_type
 CONVERSION = 2  # raise it when `convert` writes other files for the same GGUF file
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding"}
-# Byte-level vocabularies (tokenizer.ggml.pre) that come with BOS where a file does not say: those
-# of Llama 3 and Mistral Nemo, as in llama.cpp.
+# Byte-level vocabularies (tokenizer.ggml.pre) that add BOS unless the file says otherwise: those of
+# Llama 3 and Mistral Nemo, as in llama.cpp.
 _WITH_BOS = ("llama3", "llama-v3", "llama-bpe", "tekken")
 _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
 def is_gguf(name: str) -> bool:
-    """Whether a model's name means a GGUF file."""
+    """Whether a model's name is that of a GGUF file."""
     return name.lower().endswith(".gguf")
 
 
 def load_config(path: str) -> Any:
-    """The transformers config of a GGUF file, with the dtype its weights are loaded in.
-
-    dtype: float32 or float16 where the file holds such, else bfloat16. Raises ValueError for a file
-    that is missing or damaged, of an architecture that transformers cannot read, or with RoPE
-    scaling.
-    """
+    """The transformers config of a GGUF file, with the dtype in which its weights are loaded:
+    float32 or float16 if the file holds these, else bfloat16. Raises ValueError for a file that is
+    missing or damaged, has an architecture that transformers cannot read, or RoPE scaling."""
     check_installed()
     if not Path(path).is_file():
         raise ValueError(f"GGUF file {path} does not exist")
     try:
         metadata, tensors = read_gguf_metadata(path)
         check_file(path, metadata)
-    except Exception as error:  # of a damaged file that is any class, here and below
+    except Exception as error:  # a damaged file raises any class of error, here and below
         raise ValueError(f"{path} is not a readable GGUF file: {first_line(error)}") from error
     _check_rope(path, metadata, tensors)
     try:
@@ -57,15 +54,13 @@ def load_config(path: str) -> Any:
 
 
 def load_model(path: str, *, dtype: str | torch.dtype = "auto", **options: Any) -> Any:
-    """A causal LM with the unpacked weights of a GGUF file.
-
-    dtype: "auto" means `load_config`'s. Raises ValueError as `load_config` and for missing weights.
-    """
+    """Load a causal LM with the dequantised weights of a GGUF file. dtype: "auto" is that of
+    `load_config`. Raises ValueError as `load_config`, and for missing weights."""
     config = load_config(path)
     reader: Any = AutoModelForCausalLM.from_pretrained
     try:
         with _quiet():
-            model, found = reader(
+            model, info = reader(
                 **_place(path),
                 config=config,
                 dtype=config.dtype if dtype == "auto" else dtype,
@@ -75,21 +70,19 @@ def load_model(path: str, *, dtype: str | torch.dtype = "auto", **options: Any) 
             )
     except Exception as error:
         raise ValueError(f"cannot load a model from {path!r}: {first_line(error)}") from error
-    if missing := sorted(found["missing_keys"]):
+    if missing := sorted(info["missing_keys"]):
         raise ValueError(
             f"{path} has no weights for {missing[0]} and {len(missing) - 1} others: the file is one"
             " part of several, or incomplete; give a GGUF file that holds the whole model"
         )
-    if (packing := getattr(model, "hf_quantizer", None)) is not None:  # newer ones forget it alone
-        packing.remove_quantization_config(model)
+    if (quantizer := getattr(model, "hf_quantizer", None)) is not None:  # transformers 5.17
+        quantizer.remove_quantization_config(model)
     return model
 
 
 def load_tokenizer(path: str) -> Any:
-    """The tokenizer of a GGUF file, with its chat template. Raises ValueError without one.
-
-    The file's metadata says whether it puts BOS in front of a text, and EOS behind it.
-    """
+    """Load the tokenizer of a GGUF file, with its chat template. The file's metadata decides
+    whether BOS and EOS are added. Raises ValueError if there is none."""
     check_installed()
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(**_place(path))
@@ -113,7 +106,8 @@ def load_tokenizer(path: str) -> Any:
 
 
 def _adds_bos(metadata: dict[str, Any]) -> bool:
-    """What the file says; where it says nothing, what its kind of vocabulary comes with."""
+    """Whether the tokenizer adds BOS: as the file says, else as is usual for its kind of
+    vocabulary."""
     sentencepiece = metadata.get("tokenizer.ggml.model") == "llama"
     default = sentencepiece or metadata.get("tokenizer.ggml.pre") in _WITH_BOS
     return bool(metadata.get("tokenizer.ggml.add_bos_token", default))
@@ -130,14 +124,14 @@ def check_installed() -> None:
 
 
 def _place(path: str) -> dict[str, str]:
-    """Where transformers finds a file. A bare name would mean one of the working directory first,
-    so it is absolute."""
+    """Arguments of `from_pretrained` for a file. Its path is absolute, since a bare name would be
+    looked for in the working directory."""
     file = Path(path).absolute()
     return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": str(file)}
 
 
 def _check_rope(path: str, metadata: dict[str, Any], tensors: tuple[str, ...]) -> None:
-    """Raises ValueError for scaled positions, which transformers would leave unscaled unsaid."""
+    """Raises ValueError for scaled rotary positions, which transformers ignores silently."""
     scaling = metadata.get(f"{metadata['general.architecture']}.rope.scaling.type", "none")
     if scaling != "none" or any(name in tensors for name in _ROPE_TENSORS):
         raise ValueError(
@@ -147,12 +141,13 @@ def _check_rope(path: str, metadata: dict[str, Any], tensors: tuple[str, ...]) -
 
 
 def _quiet() -> AbstractContextManager[Any]:
-    """transformers' bar for the unpacking, on terminals only."""
+    """Context manager: hide transformers' progress bar unless stderr is a terminal."""
     return nullcontext() if sys.stderr.isatty() else redirect_stderr(StringIO())
 
 
 def first_line(error: BaseException) -> str:
-    """An error's first line, with the next where that says more, or its type."""
+    """The first line of an error's message, with the second if the first ends in a colon; its type
+    if there is no message."""
     lines = [line.strip() for line in str(error).strip().splitlines()]
     if not lines or isinstance(error, KeyError):  # which is only the key
         lines = [" ".join([type(error).__name__, *lines])]

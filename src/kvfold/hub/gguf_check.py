@@ -1,7 +1,7 @@
-"""Whether a GGUF file's tensors lie in it as its table says, and its metadata can be meant.
+"""Check that a GGUF file's tensors fill it as its table says, and that its metadata is plausible.
 
-The format has no digest, so changed numbers of a tensor are not found here. Nothing else may be
-believed: transformers reads from wherever an offset points.
+The format has no checksum, so changed numbers of a tensor go unnoticed. Everything else must be
+checked, because transformers reads from wherever an offset points.
 """
 
 import mmap
@@ -24,7 +24,7 @@ _WHOLE = ("I8", "I16", "I32", "I64")  # types that hold no weights
 
 @dataclass
 class _Header:
-    """The bytes of a file, read from `place` on. Raises ValueError behind its end."""
+    """Reads a file's bytes from `place` on. Raises ValueError at the end of the file."""
 
     data: mmap.mmap
     place: int = 0
@@ -33,16 +33,16 @@ class _Header:
         return self.data[self.skip(count) : self.place]
 
     def skip(self, count: int) -> int:
-        """The place before."""
-        before = self.place
-        if count > len(self.data) - before:
+        """Skip bytes; returns the previous place."""
+        previous = self.place
+        if count > len(self.data) - previous:
             raise ValueError("the file ends within its header")
         self.place += count
-        return before
+        return previous
 
     def number(self, kind: str = "Q") -> int:
-        (found,) = struct.unpack(f"<{kind}", self.take(struct.calcsize(kind)))
-        return int(found)
+        (value,) = struct.unpack(f"<{kind}", self.take(struct.calcsize(kind)))
+        return int(value)
 
     def text(self) -> str:
         return self.take(self.number()).decode()
@@ -65,7 +65,7 @@ class _Header:
 
 def check_file(path: str, metadata: Mapping[str, Any]) -> None:
     """Raises ValueError for a file whose tensors do not fill its data section one after another, or
-    whose `metadata`, as transformers read it, fits no model with these tensors."""
+    whose `metadata`, as transformers reads it, fits no model with these tensors."""
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         header = _Header(data)
         header.skip(8)  # of magic and version, which transformers checks
@@ -86,29 +86,30 @@ def _check_keys(header: _Header, count: int) -> None:
 
 
 def _check_tensors(header: _Header, count: int, alignment: Any) -> set[str]:
-    """Names of the tensors, which lie behind the header without gaps but for the alignment."""
+    """Names of the tensors, after checking that they follow the header without gaps except for
+    alignment."""
     if not isinstance(alignment, int) or alignment < 1:
         raise ValueError(f"its alignment must be a whole number above 0; got {alignment!r}")
-    places: list[tuple[int, int, str]] = []
+    entries: list[tuple[int, int, str]] = []
     for _ in range(count):
         name = header.text()
         size = _bytes_of(header, name)
-        places.append((header.number(), size, name))
-    begin = end = _aligned(header.place, alignment)
-    for offset, size, name in sorted(places):
-        if begin + offset != _aligned(end, alignment):
+        entries.append((header.number(), size, name))
+    data_start = end = _aligned(header.place, alignment)
+    for offset, size, name in sorted(entries):
+        if data_start + offset != _aligned(end, alignment):
             raise ValueError(f"tensor {name} does not begin where the one before it ends")
-        end = begin + offset + size
+        end = data_start + offset + size
     if len(header.data) not in (end, _aligned(end, alignment)):
         raise ValueError(f"its tensors end at byte {end}, and the file at {len(header.data)}")
-    names = {name for _, _, name in places}
+    names = {name for _, _, name in entries}
     if len(names) != count:
         raise ValueError("it has a tensor twice")
     return names
 
 
 def _bytes_of(header: _Header, name: str) -> int:
-    """Bytes of a tensor, by its sizes and its type, which are next."""
+    """Bytes of a tensor, from its sizes and type, which are read next."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     num_dims = header.number("I")
@@ -127,15 +128,15 @@ def _aligned(place: int, alignment: int) -> int:
 
 
 def _check_names(names: set[str], metadata: Mapping[str, Any]) -> None:
-    """Raises ValueError for tensors that nobody reads, and layers without any."""
+    """Raises ValueError for unknown tensors, and for layers without any."""
     from gguf.constants import TENSOR_NAMES
 
     known, blocks = set(TENSOR_NAMES.values()), set()
     for name in names:
         stem, _, kind = name.rpartition(".")
-        if found := _BLOCK.fullmatch(stem):
-            blocks.add(int(found[1]))
-            stem = f"blk.{{bid}}.{found[2]}"
+        if match := _BLOCK.fullmatch(stem):
+            blocks.add(int(match[1]))
+            stem = f"blk.{{bid}}.{match[2]}"
         if stem not in known or kind not in ("weight", "bias"):
             raise ValueError(f"it has an unknown tensor {name}")
     count = metadata.get(f"{metadata['general.architecture']}.block_count")

@@ -1,4 +1,4 @@
-"""Finding and loading models: a directory, a GGUF file, a hub id, or `reference:NAME`."""
+"""Find and load models: a directory, a GGUF file, a hub id, or `reference:NAME`."""
 
 import re
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from kvfold.config import Setting
 from kvfold.hub import gguf
 from kvfold.hub import reference as reference_models
-from kvfold.hub.checkpoint import spec_of  # which tells transformers of the checkpoint format, too
+from kvfold.hub.checkpoint import spec_of  # also registers the checkpoint format
 from kvfold.hub.device import check_device, check_dtype
 from kvfold.hub.download import hub_options, why_not_found
 from kvfold.hub.gguf import first_line
@@ -28,10 +28,10 @@ from kvfold.utils.text import json_object
 PACKAGED = ("gqa", "mha")
 REFERENCES = (*PACKAGED, *reference_models.MODELS)
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
-# Numbers of a config.json that divide, or are bases of powers.
+# Names of numbers in a config.json that are divisors, or bases of powers.
 _POSITIVE = re.compile(r"(^rope_theta|_theta|_base|_eps|_epsilon|_factor|_scaling|scalar)$")
-MANY_LAYERS = 1000  # more take minutes to make, so they are counted in the weights first
-_SIZES = (  # of a config.json, as far as it has them
+MANY_LAYERS = 1000  # more take minutes to create, so they are counted in the weights first
+_SIZES = (  # settings of a config.json that must be positive integers, if present
     "hidden_size",
     "intermediate_size",
     "num_hidden_layers",
@@ -44,7 +44,7 @@ _SIZES = (  # of a config.json, as far as it has them
 
 
 def resolve(name: str) -> str:
-    """A directory, GGUF file or hub id for `name`; `reference:gqa` is inside the package.
+    """A directory, GGUF file or hub id for `name`; `reference:gqa` is part of the package.
 
     Raises ValueError for an unknown reference model, and as `reference_models.local`.
     """
@@ -68,13 +68,16 @@ def load(
     device: str | None = None,
     **options: Any,
 ) -> Any:
-    """A causal language model of any type, folded or plain, ready for inference.
+    """Load a causal language model of any type, folded or plain, for inference.
 
-    name: a directory, a GGUF file, a hub id or `reference:NAME` for a NAME of REFERENCES; dtype as
-    in transformers, but "auto" on a CPU is float32, as 16-bit arithmetic is slow on most and coarse
-    on all of them (elsewhere the checkpoint's own, bfloat16 for a GGUF file of packed numbers);
-    device defaults to CUDA where there is one. Raises ValueError for anything that is not one, and
-    for weights that are missing, belong to something else, or are not numbers.
+    name: a directory, a GGUF file, a hub id or `reference:NAME` with a NAME of REFERENCES.
+    dtype: as in transformers, but "auto" is float32 on a CPU, because 16-bit arithmetic is slow on
+        most CPUs and inaccurate on all (elsewhere: the checkpoint's own; bfloat16 for a GGUF file
+        of quantised numbers).
+    device: CUDA if available by default.
+
+    Raises ValueError for a name that is not a model, and for weights that are missing, belong to
+    another model, or are not finite.
     """
     if not isinstance(name, str | Path):
         raise SettingError(
@@ -103,7 +106,8 @@ def load(
 
 
 def check_loaded(model: Any, device: str | None, dtype: str | torch.dtype) -> None:
-    """Raises ValueError for what is no loaded causal LM, and for settings of loading one."""
+    """Raises ValueError for anything but a loaded causal LM, and for device and dtype settings,
+    which apply to loading only."""
     if device is not None or dtype != "auto":
         raise ValueError(
             "device and dtype are of a model that is loaded by its name; this one is loaded "
@@ -113,30 +117,30 @@ def check_loaded(model: Any, device: str | None, dtype: str | torch.dtype) -> No
 
 
 def _load_directory(path: str, **options: Any) -> Any:
-    """The model of a directory or a hub id, if its checkpoint has all of its weights."""
-    checked = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused here instead
+    """Load the model of a directory or a hub id, if its checkpoint has all of its weights."""
+    checked = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # checked below
     read: Any = AutoModelForCausalLM.from_pretrained
     try:
-        model, found = read(path, **{**hub_options(path), **options, **checked})
+        model, info = read(path, **{**hub_options(path), **options, **checked})
     except SafetensorError as error:
         raise ValueError(f"the weights in {path!r} are damaged: {first_line(error)}") from error
     except ValueError:
         raise
-    except Exception as error:  # of a damaged or edited config.json that is any class
+    except Exception as error:  # a damaged or edited config.json raises any class of error
         raise ValueError(f"cannot load a model from {path!r}: {first_line(error)}") from error
     check_complete(
         path,
-        missing=found["missing_keys"],
-        unexpected=found["unexpected_keys"],
-        mismatched=[name for name, *_ in found["mismatched_keys"]],
+        missing=info["missing_keys"],
+        unexpected=info["unexpected_keys"],
+        mismatched=[name for name, *_ in info["mismatched_keys"]],
         folded=spec_of(model) is not None,
     )
     return model
 
 
 def load_config(name: str) -> Any:
-    """The transformers config of a model. Raises ValueError for what is none, and for a GGUF file
-    of a type that no family knows or that needs more than is read from one."""
+    """The transformers config of a model. Raises ValueError if there is none, and for a GGUF file
+    of a type without a family, or that lacks necessary settings."""
     check_here()
     path = resolve(str(name))
     if not gguf.is_gguf(path):
@@ -164,8 +168,8 @@ def _directory_config(name: str, path: str) -> Any:
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer that belongs to `name`, which a text went through once: a setting of another
-    type than its own fails there."""
+    """Load the tokenizer of `name` and tokenise a text once, so that a setting of a wrong type
+    fails here."""
     path = resolve(str(name))
     if gguf.is_gguf(path):
         return gguf.load_tokenizer(path)
@@ -177,8 +181,8 @@ def load_tokenizer(name: str) -> Any:
 
 @contextmanager
 def _reading(files: str, name: str, path: str) -> Iterator[None]:
-    """One ValueError for all that transformers raises over such files of a model: where they are
-    damaged or edited that is any class of error, and tokenizers' own is Exception."""
+    """Context manager: turn all errors of transformers about a model's files into one ValueError.
+    Damaged or edited files raise any class of error, those of tokenizers plain Exception."""
     try:
         yield
     except Exception as error:
@@ -196,14 +200,14 @@ def _reading(files: str, name: str, path: str) -> Iterator[None]:
 
 
 def _object(file: Path) -> dict[str, Any]:
-    """What a JSON file of a model holds. Raises ValueError naming it."""
+    """The object in a JSON file of a model. Raises ValueError that names the file."""
     with _naming(file):
         return json_object(file.read_bytes())
 
 
 @contextmanager
 def _naming(file: Path | str) -> Iterator[None]:
-    """Names the file that a ValueError is about."""
+    """Context manager: name the file that a ValueError is about."""
     try:
         yield
     except ValueError as error:
@@ -215,7 +219,7 @@ def default_device() -> str:
 
 
 def reference(kind: str = "gqa", **options: Any) -> Any:
-    """The embedded trained model `gqa` (Llama) or `mha` (OPT), in fp32 unless asked otherwise."""
+    """Load the packaged trained model `gqa` (Llama) or `mha` (OPT), in fp32 by default."""
     return load(f"reference:{kind}", **{"dtype": torch.float32, **options})
 
 
@@ -249,20 +253,20 @@ def _check_directory(path: str) -> None:
             )
 
 
-def _numbers(found: Any, key: str = "") -> Iterator[tuple[str, float]]:
-    """Every number of a config with its name, and without those of the kvfold section."""
-    if isinstance(found, dict):
-        for name, value in found.items():
-            yield from _numbers(value, name) if name != "quantization_config" else ()
-    elif isinstance(found, list):
-        for value in found:
-            yield from _numbers(value, key)
-    elif isinstance(found, int | float):
-        yield key, found
+def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
+    """All numbers of a config by name, except those of the kvfold section."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from _numbers(item, name) if name != "quantization_config" else ()
+    elif isinstance(value, list):
+        for item in value:
+            yield from _numbers(item, key)
+    elif isinstance(value, int | float):
+        yield key, value
 
 
 def _num_tensors(folder: Path) -> int:
-    """Of a model's safetensors files, by their index or the one file's header."""
+    """Number of tensors in a model's safetensors files, by their index or the file's header."""
     index = folder / _WEIGHTS[1]
     with _naming(index):
         if not (folder / _WEIGHTS[0]).is_file():

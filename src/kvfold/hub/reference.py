@@ -1,7 +1,7 @@
 """Reference models that are downloaded: `reference:smollm2` and `reference:qwen2.5-coder-1.5b`.
 
-Each comes in Python packages as a GGUF file, which is converted once into the cache folder:
-$KVFOLD_CACHE, or ~/.cache/kvfold. Without the packages it is loaded from the hub.
+Each is distributed as a GGUF file in Python packages, and converted once into the cache folder
+($KVFOLD_CACHE, or ~/.cache/kvfold). Without the packages it is loaded from the hub.
 """
 
 import hashlib
@@ -25,13 +25,15 @@ _CHUNK = 1 << 20  # bytes read at a time
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceModel:
-    """A GGUF file in Python packages, one part of the file in each.
+    """A GGUF file that is split over Python packages.
 
-    packages: names as imported, with the part's file in each, in the file's order; distribution:
-    what pip is asked for, as bash expands it; target: of the Makefile; size in bytes and sha256 of
-    the joined file, where they are pinned; plain_parts: names of parts that lie in the cache folder
-    outside their packages, cut anywhere, with their numbers as a group; ends: tokens that end a
-    reply, where the GGUF file names fewer.
+    packages: (import name, file in the package), in the order of the parts.
+    distribution: requirement for pip, as bash expands it.
+    target: of the Makefile.
+    size, sha256: of the joined file in bytes, if pinned.
+    plain_parts: pattern of part files in the cache folder outside packages; its group is the part
+        number.
+    ends: tokens that end a reply, if the GGUF file names fewer.
     """
 
     name: str
@@ -75,7 +77,7 @@ class Part:
 
     @contextmanager
     def open(self) -> Iterator[BinaryIO]:
-        """The part's bytes. Raises ValueError for a damaged wheel."""
+        """Context manager: the part's bytes. Raises ValueError for a damaged wheel."""
         if self.member is None:
             with open(self.path, "rb") as file:
                 yield file
@@ -88,7 +90,8 @@ class Part:
 
 
 def cache_folder() -> Path:
-    """Where wheels are looked for and conversions kept. Raises ValueError for nobody's home."""
+    """The folder of wheels and conversions. Raises ValueError if it is in the home of an unknown
+    user."""
     folder = Path(os.environ.get("KVFOLD_CACHE") or "~/.cache/kvfold")
     try:
         return folder.expanduser()
@@ -97,16 +100,17 @@ def cache_folder() -> Path:
 
 
 def resolve(name: str) -> str:
-    """A directory that holds the model `name` of MODELS, or its hub id. Raises as `local`."""
+    """A directory with the model `name` of MODELS, or its hub id. Raises as `local`."""
     folder = local(name)
     return MODELS[name].hub if folder is None else str(folder)
 
 
 def local(name: str) -> Path | None:
-    """The converted model `name`, made now if need be; None where no part of it is on this machine.
+    """The folder of the converted model `name`, which is converted now if necessary; None if none
+    of its parts is on this machine.
 
-    Raises ValueError for a missing or damaged part, and where the packages that read GGUF files
-    are missing.
+    Raises ValueError for a missing or damaged part, and if the packages that read GGUF files are
+    missing.
     """
     folder = cache_folder() / f"{name}-{gguf.CONVERSION}"  # earlier conversions are not read
     if not (folder / "config.json").exists():
@@ -119,7 +123,8 @@ def local(name: str) -> Path | None:
 
 
 def advice(hub: str) -> str | None:
-    """Advice where neither a copy nor the hub is at hand; None where `hub` is not one of ours."""
+    """Advice if a reference model is neither on this machine nor on a reachable hub; None if `hub`
+    is not the id of one."""
     model = next((model for model in MODELS.values() if model.hub == hub), None)
     if model is None:
         return None
@@ -131,11 +136,11 @@ def advice(hub: str) -> str | None:
 
 
 def find_parts(model: ReferenceModel) -> list[Part]:
-    """The parts of a model's GGUF file on this machine, in order; an empty list where none is.
+    """The parts of a model's GGUF file on this machine, in order; an empty list if there are none.
 
-    Looks for the joined file NAME.gguf in the cache folder, then for packages (installed, or
-    wheels in the cache folder), then for plain parts there. Raises ValueError naming a part that
-    is missing or too short.
+    Looks for the joined file NAME.gguf in the cache folder, then for packages (installed, or wheels
+    in the cache folder), then for plain parts there. Raises ValueError that names a part that is
+    missing or too short.
     """
     joined = cache_folder() / f"{model.name}.gguf"
     if joined.exists():
@@ -153,7 +158,8 @@ def find_parts(model: ReferenceModel) -> list[Part]:
 
 
 def _packaged(package: str, file: str) -> Part | None:
-    """A part in an installed package, which is not imported, or in a wheel."""
+    """A part in an installed package (which is not imported) or in a wheel; None if there is
+    neither."""
     spec = find_spec(package)
     for folder in (spec.submodule_search_locations if spec is not None else None) or ():
         if (path := Path(folder) / file).exists():
@@ -163,7 +169,7 @@ def _packaged(package: str, file: str) -> Part | None:
 
 
 def _plain(model: ReferenceModel) -> list[Part]:
-    """Numbered parts in the cache folder: of one size, but the last."""
+    """Numbered part files in the cache folder, all of one size but the last."""
     folder, numbered = cache_folder(), {}
     if model.plain_parts is None or not folder.is_dir():
         return []
@@ -195,11 +201,11 @@ def _incomplete(model: ReferenceModel, missing: str) -> ValueError:
 
 
 def convert(model: ReferenceModel, parts: list[Part], folder: Path) -> None:
-    """Make `folder` an ordinary checkpoint of the GGUF file in `parts`, whole or not at all.
+    """Convert the GGUF file in `parts` to an ordinary checkpoint in `folder`, completely or not at
+    all.
 
-    Another process may do the same at the same time: the first one's stays, and is waited for.
-    Raises ValueError as `Part.open` and `gguf.load_model`, and for a file that is not the pinned
-    one.
+    If another process does the same, wait for it and use its result. Raises ValueError as
+    `Part.open` and `gguf.load_model`, and for a file that is not the pinned one.
     """
     try:
         with new_directory(folder, wait=True) as scratch:
@@ -220,7 +226,7 @@ def _write(model: ReferenceModel, file: Path, folder: Path) -> None:
 
 
 def _join(model: ReferenceModel, parts: list[Part], file: Path) -> None:
-    """Write the parts to `file`, one after the other. Raises ValueError where the whole is not the
+    """Write the parts to `file`, one after another. Raises ValueError if the result is not the
     pinned file."""
     digest = hashlib.sha256()
     with open(file, "wb") as target:

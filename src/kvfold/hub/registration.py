@@ -1,4 +1,4 @@
-"""Tells transformers of kvfold's checkpoints, without importing it before somebody else does."""
+"""Register kvfold's checkpoint format with transformers, without importing transformers early."""
 
 import sys
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ _REGISTRY = "transformers.quantizers.auto"
 
 
 def register() -> None:
-    """Register now if transformers is there, else right after its registry is imported."""
+    """Register now if transformers' registry is imported, else right after it is."""
     if _REGISTRY in sys.modules:
         _announce()
     else:
@@ -27,7 +27,8 @@ def _announce() -> None:
 
 
 class _AfterRegistry(MetaPathFinder):
-    """Finds the registry as everybody else does, and announces kvfold once it has run."""
+    """An import hook that finds the registry as usual, and registers kvfold once it has been
+    executed."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

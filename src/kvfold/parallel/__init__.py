@@ -1,7 +1,8 @@
-"""Prompts that several GPUs read together: Ulysses over compressed queries, keys and values.
+"""Prefill one long prompt on several GPUs: Ulysses sequence parallelism over compressed queries,
+keys and values (ZDC §5.3).
 
-ZDC §5.3. A rank has N / P of the tokens for all that works on tokens alone, and some heads of all
-tokens for attention; between the two stands an all-to-all of what compression has left.
+Each rank has N / P of the tokens for everything that works on single tokens, and some heads of all
+tokens for attention. Between the two, an all-to-all exchanges compressed numbers.
 """
 
 from kvfold.parallel.prefill import Prefilled, SequenceParallel

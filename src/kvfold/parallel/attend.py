@@ -1,7 +1,8 @@
-"""What a rank sends of its tokens to another's heads, and what its own heads make of all tokens.
+"""What a rank sends of its tokens for another rank's heads, and attention of its own heads over all
+tokens.
 
 Shapes: n tokens of a rank, N of all; H query heads of a share, K KV heads, W numbers of a message;
-d head dim, R numbers of a row.
+d head dim, R numbers of a cache entry.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,8 @@ from kvfold.parallel.shares import ColumnRange, HeadShare, column_ranges
 def message(
     layer: LayerAttention, share: HeadShare, q: Tensor, rows: Tensor, tokens: range
 ) -> Tensor:
-    """[n, W] of queries q [1, Hq, n, .] and rows [n, R] of a rank's tokens."""
+    """The message [n, W] for one share: queries q [1, Hq, n, .] and cache entries rows [n, R] of
+    this rank's tokens."""
     if not share.heads:
         return rows[:, :0]
     stored = layer.spec.latents
@@ -35,15 +37,15 @@ def message(
 
 
 def attend(layer: LayerAttention, share: HeadShare, received: Tensor) -> Tensor:
-    """Causal attention of a share's heads over the messages [N, W] of all tokens, in order: what
-    W_O takes of them, [N, sum of ranks]."""
+    """Causal attention of a share's heads over the messages [N, W] of all tokens, in order. Returns
+    the input of the output projection [N, sum of ranks]."""
     if not share.heads:
         return received.new_empty(len(received), 0)
     q = _spread(received[:, : sum(share.query_ranks)], share.query_ranks)
-    keys, values = (_view(received, own, share) for own in (share.keys, share.values))
+    keys, values = (_view(received, ranges, share) for ranges in (share.keys, share.values))
     if layer.reconstructs_keys and not share.sends_full_keys:
-        everything = range(len(received))
-        keys = _whole(_keys(layer, share, received, share.keys, everything), share)
+        all_tokens = range(len(received))
+        keys = _whole(_keys(layer, share, received, share.keys, all_tokens), share)
     if layer.value_up is not None and not share.sends_full_values:
         values = _whole(_values(layer, share, received, share.values), share)
     if layer.softcap is None and why_not(q, keys, values) is None:
@@ -54,7 +56,7 @@ def attend(layer: LayerAttention, share: HeadShare, received: Tensor) -> Tensor:
 
 
 def _by_kernel(layer: LayerAttention, q: Tensor, keys: KVView, values: KVView) -> Tensor:
-    """[1, H, N, the widest value]."""
+    """Attention by a kernel: [1, H, N, widest value]."""
     size = q.shape[2]
     seen = Seen(
         counts=torch.full((1, 1), size, dtype=torch.int32, device=q.device),
@@ -67,8 +69,8 @@ def _by_kernel(layer: LayerAttention, q: Tensor, keys: KVView, values: KVView) -
 
 
 def _by_torch(layer: LayerAttention, q: Tensor, keys: KVView, values: KVView) -> Tensor:
-    """[1, H, N, .]: of queries, keys and values of one width, which PyTorch's flash attention on a
-    CPU asks for."""
+    """Attention in PyTorch: [1, H, N, .]. Queries, keys and values are padded to one width, which
+    flash attention on a CPU requires."""
     width, mask = max(*keys.ranks, *values.ranks), None
     k, v = (
         torch.stack([F.pad(x.head(i)[0], (0, width - r)) for i, r in enumerate(x.ranks)])[None]
@@ -84,7 +86,8 @@ def _by_torch(layer: LayerAttention, q: Tensor, keys: KVView, values: KVView) ->
 def _keys(
     layer: LayerAttention, share: HeadShare, x: Tensor, where: Sequence[ColumnRange], tokens: range
 ) -> Tensor:
-    """The share's keys [n, K, d], rebuilt from what x [n, .] has of `tokens` at `where`."""
+    """The share's keys [n, K, d], reconstructed from the columns `where` of x [n, .] for
+    `tokens`."""
     assert layer.key_up is not None and layer.key_mean is not None, "keys are rebuilt"
     k = _mapped(share, x, where, layer.key_columns, layer.key_up)
     k = k + torch.stack([layer.key_mean[head] for head in share.kv])
@@ -98,7 +101,7 @@ def _keys(
 def _values(
     layer: LayerAttention, share: HeadShare, x: Tensor, where: Sequence[ColumnRange]
 ) -> Tensor:
-    """The share's values [n, K, d], rebuilt from what x [n, .] has at `where`."""
+    """The share's values [n, K, d], reconstructed from the columns `where` of x [n, .]."""
     assert layer.value_up is not None, "values are rebuilt"
     return _mapped(share, x, where, layer.value_columns, layer.value_up)
 
@@ -106,33 +109,35 @@ def _values(
 def _mapped(
     share: HeadShare, x: Tensor, where: Sequence[ColumnRange], columns: Columns, stack: Tensor
 ) -> Tensor:
-    """x [n, .] through the maps of a stack that the share's KV heads have: [n, K, d]."""
+    """Project x [n, .] by the projections of the share's KV heads: [n, K, d]."""
     ups = columns.per_head(stack, share.geometry.head_dim)
-    each = zip(where, share.kv, strict=True)
-    return torch.stack([x[:, at : at + r] @ ups[head, :, :r].mT for (at, r), head in each], 1)
+    triples = zip(where, share.kv, strict=True)
+    return torch.stack(
+        [x[:, first : first + rank] @ ups[head, :, :rank].mT for (first, rank), head in triples], 1
+    )
 
 
 def _view(x: Tensor, where: Sequence[ColumnRange], share: HeadShare) -> KVView:
-    """Keys or values of the share's units, as messages [N, W] have them."""
-    own = [where[i] for i in share.units]
-    return KVView(x[None], tuple(at for at, _ in own), tuple(rank for _, rank in own))
+    """Keys or values of the share's units in messages [N, W]."""
+    ranges = [where[i] for i in share.units]
+    return KVView(x[None], tuple(first for first, _ in ranges), tuple(rank for _, rank in ranges))
 
 
 def _whole(x: Tensor, share: HeadShare) -> KVView:
-    """The same of rebuilt ones [N, K, d]."""
+    """A view of reconstructed keys or values [N, K, d]."""
     d = x.shape[-1]
     return _view(x.flatten(1), [(i * d, d) for i in range(x.shape[1])], share)
 
 
 def _side_by_side(heads: Sequence[Tensor], ranks: Sequence[int]) -> Tensor:
-    """[n, at least its rank] of every head -> [n, sum of ranks]."""
-    return torch.cat([own[:, :rank] for own, rank in zip(heads, ranks, strict=True)], 1)
+    """Concatenate heads, each [n, at least its rank], to [n, sum of ranks]."""
+    return torch.cat([x[:, :rank] for x, rank in zip(heads, ranks, strict=True)], 1)
 
 
 def _spread(x: Tensor, ranks: Sequence[int]) -> Tensor:
-    """x [N, sum of ranks] -> [1, H, N, the widest rank], zeros beyond a head's own."""
+    """Split x [N, sum of ranks] into heads [1, H, N, widest rank], padded with zeros."""
     widest = max(ranks)
     if min(ranks) == widest:
         return x.unflatten(1, (len(ranks), widest)).transpose(0, 1)[None]
-    parts = [F.pad(own, (0, widest - own.shape[1])) for own in x.split(list(ranks), 1)]
+    parts = [F.pad(head, (0, widest - head.shape[1])) for head in x.split(list(ranks), 1)]
     return torch.stack(parts)[None]

@@ -1,6 +1,7 @@
-"""Attention of a rank's tokens to all ranks' tokens: two exchanges, and attention between them.
+"""Attention of a rank's tokens to the tokens of all ranks: two all-to-all exchanges, with attention
+in between.
 
-Shapes: n tokens of this rank, N of all, P ranks; R numbers of a row.
+Shapes: n tokens of this rank, N of all, P ranks; R numbers of a cache entry.
 """
 
 from collections.abc import Sequence
@@ -15,10 +16,11 @@ from kvfold.parallel.shares import HeadShare
 
 
 class UlyssesContext(AttentionContext):
-    """All layers' attention in one prefill (Ulysses; ZDC §5.3).
+    """Attention of all layers in one prefill (Ulysses; ZDC §5.3).
 
-    shares: P of every layer; counts: tokens of every rank, in the order of the prompt; rows: of
-    every layer as it is stored [n, R], kept where they are asked for.
+    shares: P shares per layer.
+    counts: tokens of each rank, in the order of the prompt.
+    keep_rows: keep the cache entries [n, R] of each layer in `rows`.
     """
 
     def __init__(
@@ -38,23 +40,24 @@ class UlyssesContext(AttentionContext):
         shares = self.shares[layer.index]
         if self.keep_rows:
             self.rows.append(rows[0])
-        mine, own = shares[self.rank], len(self.tokens)
+        my_share, num_tokens = shares[self.rank], len(self.tokens)
         sent = [message(layer, share, q, rows[0], self.tokens) for share in shares]
-        received = self._exchange(sent, [count * mine.width for count in self.counts])
-        answers = attend(layer, mine, received.view(sum(self.counts), mine.width))
-        sizes = [own * share.output_width for share in shares]
+        received = self._exchange(sent, [count * my_share.width for count in self.counts])
+        answers = attend(layer, my_share, received.view(sum(self.counts), my_share.width))
+        sizes = [num_tokens * share.output_width for share in shares]
         back = self._exchange(answers.split(list(self.counts)), sizes)
         heads: dict[int, Tensor] = {}
         for share, x in zip(shares, back.split(sizes), strict=True):
-            parts = x.view(own, share.output_width).split(share.output_ranks, 1)
+            parts = x.view(num_tokens, share.output_width).split(share.output_ranks, 1)
             heads |= zip(share.heads, parts, strict=True)
         return torch.cat([heads[head] for head in sorted(heads)], 1)[None]
 
     def _exchange(self, blocks: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-        """Send every rank its block, nothing padded: sizes[i] numbers of every rank i, flat."""
+        """All-to-all: send each rank its block, without padding. sizes[i]: numbers to receive from
+        rank i. Returns them flat."""
         sent = torch.cat([block.flatten() for block in blocks])
-        found = sent.new_empty(sum(sizes))
+        received = sent.new_empty(sum(sizes))
         dist.all_to_all_single(
-            found, sent, list(sizes), [block.numel() for block in blocks], group=self.group
+            received, sent, list(sizes), [block.numel() for block in blocks], group=self.group
         )
-        return found
+        return received

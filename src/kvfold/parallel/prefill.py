@@ -1,6 +1,6 @@
-"""Prefill of one long prompt by all ranks of a process group.
+"""Prefill one long prompt on all ranks of a process group.
 
-Shapes: N tokens of the prompt, n of this rank; D width, V vocabulary, R numbers of a row.
+Shapes: N tokens of the prompt, n of this rank; D width, V vocabulary, R numbers of a cache entry.
 """
 
 from collections.abc import Sequence
@@ -29,11 +29,12 @@ from kvfold.utils.versions import cache_argument
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Prefilled:
-    """A prompt that was read.
+    """The result of a prefill.
 
-    logits [V]: after its last token, on every rank; counts: tokens of every rank, which are
-    consecutive; hidden [n, D]: the last hidden states of this rank's; rows: what a cache stores of
-    these, [n, R] of every layer, or nothing where they were not kept.
+    logits [V]: after the last token, on every rank.
+    counts: tokens of each rank; a rank's tokens are consecutive.
+    hidden [n, D]: last hidden states of this rank's tokens.
+    rows: cache entries [n, R] of this rank's tokens per layer; empty if they were not kept.
     """
 
     logits: Tensor
@@ -43,20 +44,20 @@ class Prefilled:
 
 
 class SequenceParallel:
-    """A model whose prompts are read by all ranks of a group (Ulysses; ZDC §5.3).
+    """A model whose prompts are prefilled by all ranks of a group (Ulysses; ZDC §5.3).
 
-    Every rank has the whole model, on a device of its own, and N / P of a prompt's tokens; for
-    attention it has some heads of all tokens. What is sent is compressed if the model is: queries
-    and keys of r numbers a head, or the latents that keys are rebuilt from, and outputs as W_O
-    takes them.
+    Each rank has the whole model on its own device, and N / P of a prompt's tokens; for attention
+    it has some heads of all tokens. With a compressed model, ranks exchange compressed numbers:
+    queries and keys of r numbers per head (or the latents from which keys are reconstructed), and
+    compressed outputs.
     """
 
     def __init__(self, model: Any, group: dist.ProcessGroup | None = None) -> None:
-        """model: a causal LM of transformers', folded or not, which stays as it is; group: ranks
-        in the order of a prompt's tokens (None: all).
+        """model: a causal LM of transformers, folded or not; it is not changed.
+        group: ranks in the order of a prompt's tokens (None: all ranks).
 
-        Raises SettingError without a process group, where this process is none of its ranks, and
-        for models that cannot be read in parts, and ValueError where the ranks' models differ.
+        Raises SettingError without a process group, if this process is not in the group, and for
+        models that cannot be split; raises ValueError if the ranks' models differ.
         """
         check_model(model, "a loaded causal LM, such as kvfold.load gives")
         if model.config._attn_implementation == PAGED:
@@ -68,13 +69,13 @@ class SequenceParallel:
                 "long a prompt is, and ranks see parts of it: prefill it on one device"
             )
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self.family, found = family_of(model.config), spec_of(model)
-        self.spec = found or plain_spec(self.family.geometry(model.config))
-        said = f"{self.spec} {model.dtype}".encode()
+        self.family, saved = family_of(model.config), spec_of(model)
+        self.spec = saved or plain_spec(self.family.geometry(model.config))
+        description = f"{self.spec} {model.dtype}".encode()
         self.model = shared_copy(model).eval()
-        self._agree(said, "another model", "load the same one on every rank")
-        self.folded = found is not None
-        if found is None:
+        self._agree(description, "another model", "load the same one on every rank")
+        self.folded = saved is not None
+        if saved is None:
             fold_plain(self.model, self.spec)
         self.model.config._attn_implementation = PAGED
         geometry = self.spec.geometry
@@ -82,19 +83,19 @@ class SequenceParallel:
 
     @torch.inference_mode()
     def prefill(self, ids: Sequence[int] | Tensor, *, keep_rows: bool = False) -> Prefilled:
-        """Read a prompt, the same N token ids on every rank, at least as many as there are ranks.
+        """Prefill a prompt: the same N token ids on every rank, at least one per rank.
 
-        Collective: every rank calls it. keep_rows: of what a cache stores of this rank's tokens.
-        Raises SettingError for ids that are none, or too few or many, and ValueError where ranks
-        were given different ones.
+        Collective: every rank must call it. keep_rows: keep the cache entries of this rank's
+            tokens. Raises SettingError for invalid ids and for too few or too many, and ValueError
+            if the ranks' ids differ.
         """
         tokens = self._checked(ids)
         counts = token_counts(len(tokens), self.size)
         context = UlyssesContext(self.shares, counts, self.group, keep_rows)
-        own = torch.arange(context.tokens.start, context.tokens.stop, device=tokens.device)
+        positions = torch.arange(context.tokens.start, context.tokens.stop, device=tokens.device)
         out = self.model.base_model(
-            input_ids=tokens[None, own],
-            position_ids=own[None],
+            input_ids=tokens[None, positions],
+            position_ids=positions[None],
             **cache_argument(context),
             use_cache=False,
         )
@@ -107,26 +108,25 @@ class SequenceParallel:
 
     @torch.inference_mode()
     def cache(self, prompt: Prefilled) -> DynamicCache:
-        """The rows of all ranks as a cache of transformers', with which the model that this one was
-        made of goes on, on whichever rank. Collective. Raises SettingError where no rows were kept.
-        """
+        """The cache entries of all ranks as a transformers cache, with which the original model can
+        go on, on any rank. Collective. Raises SettingError if the entries were not kept."""
         if not prompt.rows:
             raise SettingError("`prompt` has no rows: prefill it with keep_rows=True")
-        found = DynamicCache(config=self.model.config)
+        cache = DynamicCache(config=self.model.config)
         g = self.spec.geometry
         for layer, rows in enumerate(prompt.rows):
-            whole = self._gathered(rows, prompt.counts)[None]
+            entries = self._gathered(rows, prompt.counts)[None]
             rotated = g.rope and self.spec.layers[layer].keys == "pre_rope"
-            places = torch.arange(whole.shape[1], device=whole.device)[None]
-            sides = entries_of(whole, places if rotated else None)
+            positions = torch.arange(entries.shape[1], device=entries.device)[None]
+            sides = entries_of(entries, positions if rotated else None)
             if not self.folded:
-                heads = whole.unflatten(-1, (2, g.num_kv_heads, g.head_dim))
+                heads = entries.unflatten(-1, (2, g.num_kv_heads, g.head_dim))
                 sides = heads[:, :, 0].transpose(1, 2), heads[:, :, 1].transpose(1, 2)
-            found.update(*sides, layer)
-        return found
+            cache.update(*sides, layer)
+        return cache
 
     def _gathered(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """[n, R] of every rank -> [N, R]."""
+        """Gather [n, R] of all ranks: [N, R]."""
         parts = [rows.new_empty(count, rows.shape[1]) for count in counts]
         parts[self.rank].copy_(rows)
         for rank, part in enumerate(parts):
@@ -134,10 +134,11 @@ class SequenceParallel:
         return torch.cat(parts)
 
     def _checked(self, ids: Sequence[int] | Tensor) -> Tensor:
-        """int64 [N]. What is wrong on one rank alone all of them say, since none goes on."""
+        """The ids as int64 [N]. All ranks raise an error that occurs on one of them, because none
+        could go on."""
         tokens = _tensor(ids)
-        said = "" if tokens is None else repr(tokens.tolist())
-        self._agree(said.encode(), "other ids", "give every rank the whole prompt")
+        text = "" if tokens is None else repr(tokens.tolist())
+        self._agree(text.encode(), "other ids", "give every rank the whole prompt")
         if tokens is None:
             raise SettingError(f"`ids` must be the token ids of one prompt; got {ids!r:.100}")
         if tokens.ndim != 1 or tokens.dtype not in (torch.int64, torch.int32):
@@ -145,33 +146,36 @@ class SequenceParallel:
                 "`ids` must be the token ids of one prompt, whole numbers in one dimension; got"
                 f" {tokens.dtype} of shape {tuple(tokens.shape)}"
             )
-        most = self.model.config.max_position_embeddings
-        if not self.size <= len(tokens) <= most:
+        limit = self.model.config.max_position_embeddings
+        if not self.size <= len(tokens) <= limit:
             raise SettingError(
-                f"`ids` must be {self.size} tokens at least, one a rank, and {most} at most, the"
+                f"`ids` must be {self.size} tokens at least, one a rank, and {limit} at most, the"
                 f" model's positions; got {len(tokens)}"
             )
-        least, last = (int(x) for x in tokens.aminmax())
-        known = self.model.get_input_embeddings().num_embeddings
-        if least < 0 or last >= known:
+        lowest, highest = (int(x) for x in tokens.aminmax())
+        vocabulary = self.model.get_input_embeddings().num_embeddings
+        if lowest < 0 or highest >= vocabulary:
             raise SettingError(
-                f"`ids` must be of the model's {known} tokens; got some from {least} to {last}"
+                f"`ids` must be of the model's {vocabulary} tokens; got some from {lowest} to"
+                f" {highest}"
             )
         return tokens.to(self.model.device, torch.int64)
 
     def _agree(self, said: bytes, other: str, way_out: str) -> None:
-        """Raises ValueError where ranks say different things. Collective."""
+        """Raises ValueError if ranks pass different bytes. Collective."""
         digest = int.from_bytes(sha256(said).digest()[:8], signed=True)
-        own = torch.tensor([digest], device=self.model.device)
-        found = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(found, own, group=self.group)
-        if odd := [rank for rank, x in enumerate(found) if int(x) != int(found[0])]:
-            listed = ", ".join(map(str, odd))
+        mine = torch.tensor([digest], device=self.model.device)
+        all_digests = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(all_digests, mine, group=self.group)
+        if different := [
+            rank for rank, x in enumerate(all_digests) if int(x) != int(all_digests[0])
+        ]:
+            listed = ", ".join(map(str, different))
             raise ValueError(f"rank {listed} has {other} than rank 0: {way_out}")
 
 
 def _tensor(ids: Any) -> Tensor | None:
-    """None for what is none."""
+    """The ids as a tensor; None if that is impossible."""
     try:
         return torch.as_tensor(ids)
     except (RuntimeError, TypeError, ValueError):
@@ -179,7 +183,8 @@ def _tensor(ids: Any) -> Tensor | None:
 
 
 def _group(group: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup:
-    """The group, or that of all ranks, if this process and a model on `device` can use it."""
+    """The group (None: of all ranks), after checking that this process and a model on `device` can
+    use it. Raises SettingError."""
     if not dist.is_available() or not dist.is_initialized():
         raise SettingError(
             "`group`: this process is in no process group: start it with torchrun, and call"

@@ -1,4 +1,5 @@
-"""Every rank's share of a layer: query heads, and the numbers of a token that they need. Pure data.
+"""How a layer's heads are divided between ranks, and which numbers of a token each rank needs. Pure
+data.
 
 Shapes: N tokens, P ranks, Hq / Hk query / KV heads, d head dim.
 """
@@ -18,17 +19,17 @@ from kvfold.layout import (
 )
 from kvfold.ops.common.plan import longest_first
 
-SLACK = 1 / 32  # of the work of the busiest rank, for fewer numbers on the wire
+SLACK = 1 / 32  # more work for the busiest rank is accepted if that sends fewer numbers
 ColumnRange = tuple[int, int]  # of a KV head's keys or values: first column, numbers
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadShare:
-    """Query heads of a layer, KV head by KV head, which one rank attends with.
+    """The query heads of a layer that one rank computes, KV head by KV head.
 
-    A token's message to that rank is [queries | latents as they are stored | keys | values]: the
-    latents that its KV heads need; but keys or values are `made`, d numbers a KV head as the model
-    has them, where that is less than a latent of many heads.
+    A token's message to that rank is [queries | stored latents | keys | values]: the latents that
+    its KV heads need. If full keys or values (d numbers per KV head) are fewer numbers than a
+    latent of many heads, they are sent instead (`sends_full_keys`, `sends_full_values`).
     """
 
     spec: LayerSpec
@@ -39,27 +40,28 @@ class HeadShare:
 
     @cached_property
     def kv(self) -> tuple[int, ...]:
-        """The KV heads of its query heads. Others may have the first and the last of them too."""
+        """The KV heads of its query heads. Other shares may contain the first and the last of them
+        too."""
         return tuple(dict.fromkeys(head // self.geometry.queries_per_kv for head in self.heads))
 
     @cached_property
     def units(self) -> tuple[int, ...]:
-        """KV heads, counted within `kv`, each as often as makes all of them have equally many query
-        heads: once, where no other share has some of these."""
+        """Indices into `kv`, repeated so that each entry serves equally many query heads; without
+        repetition if no KV head is divided between shares."""
         group = self.geometry.queries_per_kv
         counts = [sum(head // group == kv for head in self.heads) for kv in self.kv]
         return tuple(i for i, n in enumerate(counts) for _ in range(n // gcd(*counts)))
 
     @cached_property
     def latents(self) -> tuple[Latent, ...]:
-        """The latents that are sent, in the order of the row."""
+        """The latents that are sent, in the order of the cache entry."""
         sides = {
             side
-            for side, made in (("k", self.sends_full_keys), ("v", self.sends_full_values))
-            if not made
+            for side, full in (("k", self.sends_full_keys), ("v", self.sends_full_values))
+            if not full
         }
-        own = (x for x in self.spec.latents if {*x.heads} & {*self.kv})
-        return tuple(x for x in own if {*x.side} & sides)
+        latents = (x for x in self.spec.latents if {*x.heads} & {*self.kv})
+        return tuple(x for x in latents if {*x.side} & sides)
 
     @cached_property
     def query_ranks(self) -> tuple[int, ...]:
@@ -71,11 +73,11 @@ class HeadShare:
 
     @cached_property
     def row_width(self) -> int:
-        """Numbers of a message that are keys and values."""
-        made = (
+        """Numbers of a message for keys and values."""
+        full = (
             self.geometry.head_dim * len(self.kv) * (self.sends_full_keys + self.sends_full_values)
         )
-        return sum(x.rank for x in self.latents) + made
+        return sum(x.rank for x in self.latents) + full
 
     @property
     def width(self) -> int:
@@ -84,19 +86,19 @@ class HeadShare:
 
     @property
     def output_width(self) -> int:
-        """Numbers of a token's answer, which W_O takes."""
+        """Numbers of a token's output, the input of the output projection."""
         return sum(self.output_ranks)
 
     @cached_property
     def keys(self) -> list[ColumnRange]:
-        """Where a message has the keys of `kv`, or what they are rebuilt from."""
+        """Columns of a message with the keys of `kv`, or what they are reconstructed from."""
         if self.sends_full_keys:
             return self._full_columns(1 + self.sends_full_values)
         return column_ranges(self.latents, "k", self.kv, sum(self.query_ranks))
 
     @cached_property
     def values(self) -> list[ColumnRange]:
-        """Where a message has the values of `kv`, or what they are rebuilt from."""
+        """Columns of a message with the values of `kv`, or what they are reconstructed from."""
         if self.sends_full_values:
             return self._full_columns(1)
         return column_ranges(self.latents, "v", self.kv, sum(self.query_ranks))
@@ -110,20 +112,21 @@ class HeadShare:
 def column_ranges(
     latents: Sequence[Latent], side: Side, kv: Iterable[int], first: int = 0
 ) -> list[ColumnRange]:
-    """Where KV heads have their keys or values among latents that lie from column `first` on."""
+    """(first column, numbers) of the keys or values of KV heads, in latents that start at column
+    `first`."""
     starts = accumulate((x.rank for x in latents), initial=first)
-    each = [(x, start) for x, start in zip(latents, starts, strict=False) if side in x.side]
-    return [next((at, x.rank) for x, at in each if head in x.heads) for head in kv]
+    candidates = [(x, start) for x, start in zip(latents, starts, strict=False) if side in x.side]
+    return [next((at, x.rank) for x, at in candidates if head in x.heads) for head in kv]
 
 
 def key_rank(spec: LayerSpec, geometry: Geometry, head: int) -> int:
-    """Numbers of a query head that its scores are taken of."""
+    """Numbers of a query head from which its scores are computed."""
     rebuilt = spec.keys == "pre_rope"
     return geometry.head_dim if rebuilt else _rank(spec.key_latents, geometry, head)
 
 
 def value_rank(spec: LayerSpec, geometry: Geometry, head: int) -> int:
-    """Numbers of a query head's output that W_O takes."""
+    """Numbers of a query head's output for the output projection."""
     rebuilt = spec.values == "rebuilt"
     return geometry.head_dim if rebuilt else _rank(spec.value_latents, geometry, head)
 
@@ -134,21 +137,24 @@ def _rank(latents: Sequence[Latent], geometry: Geometry, head: int) -> int:
 
 @lru_cache
 def shares_of(spec: LayerSpec, geometry: Geometry, num_ranks: int) -> tuple[HeadShare, ...]:
-    """One share a rank: attention costs the busiest as little as runs of heads allow, or SLACK more
-    where less is sent for it. Where there are more ranks than heads some get none.
+    """One share per rank. The busiest rank gets as little attention work as consecutive heads
+    allow, or up to SLACK more if fewer numbers are sent then. With more ranks than heads some ranks
+    get none.
 
-    Runs are of KV heads in their order, or in that which gives each whole to the rank with least
-    work, the longest first (ZACK §5.3).
+    Heads are taken in order, or in the order that gives KV heads, longest first, to the rank with
+    least work (ZACK §5.3).
     """
     group, kv = geometry.queries_per_kv, range(geometry.num_kv_heads)
     heads = range(geometry.num_query_heads)
     work = [key_rank(spec, geometry, h) + value_rank(spec, geometry, h) for h in heads]
 
     def cut(order: Sequence[int]) -> tuple[HeadShare, ...]:
-        own = [head for i in order for head in range(i * group, (i + 1) * group)]
-        share = cache(lambda first, last: smallest(spec, geometry, tuple(own[first:last])))
-        load = [work[head] for head in own]
-        ends = run_ends(load, num_ranks, lambda first, last: share(first, last).row_width)
+        heads_in_order = [head for i in order for head in range(i * group, (i + 1) * group)]
+        share = cache(
+            lambda first, last: smallest(spec, geometry, tuple(heads_in_order[first:last]))
+        )
+        loads = [work[head] for head in heads_in_order]
+        ends = run_ends(loads, num_ranks, lambda first, last: share(first, last).row_width)
         return tuple(share(*x) for x in pairwise([0, *ends]))
 
     def busiest(shares: tuple[HeadShare, ...]) -> int:
@@ -156,26 +162,27 @@ def shares_of(spec: LayerSpec, geometry: Geometry, num_ranks: int) -> tuple[Head
 
     longest = longest_first([work[i * group] for i in kv], [1] * len(kv), num_ranks).order
     assert longest is not None, "items were put in order"
-    found = [cut(kv), cut(longest.tolist())]
-    most = min(map(busiest, found)) * (1 + SLACK)
-    fitting = (shares for shares in found if busiest(shares) <= most)
+    candidates = [cut(kv), cut(longest.tolist())]
+    limit = min(map(busiest, candidates)) * (1 + SLACK)
+    fitting = (shares for shares in candidates if busiest(shares) <= limit)
     return min(fitting, key=lambda shares: sum(x.row_width for x in shares))
 
 
 def smallest(spec: LayerSpec, geometry: Geometry, heads: tuple[int, ...]) -> HeadShare:
-    """The share of these heads that has the smallest message."""
+    """The share with the smallest message for these heads."""
     keys = (False, True) if spec.keys == "pre_rope" else (False,)
     values = (False, True) if spec.values == "rebuilt" else (False,)
-    of = partial(HeadShare, spec=spec, geometry=geometry, heads=heads)
-    each = (of(sends_full_keys=k, sends_full_values=v) for k, v in product(keys, values))
-    return min(each, key=lambda x: x.row_width)
+    make = partial(HeadShare, spec=spec, geometry=geometry, heads=heads)
+    options = (make(sends_full_keys=k, sends_full_values=v) for k, v in product(keys, values))
+    return min(options, key=lambda x: x.row_width)
 
 
 def run_ends(work: Sequence[int], parts: int, price: Callable[[int, int], int]) -> list[int]:
-    """Ends of `parts` consecutive runs of items, some of them empty where items are few.
+    """Divide items into `parts` consecutive runs, and return their ends. Runs may be empty if there
+    are few items.
 
-    The run with most work has as little as can be, or up to SLACK more where that lowers the sum of
-    all runs' price(first, last).
+    The run with most work has the least possible work, or up to SLACK more if that lowers the sum
+    of price(first, last) over runs.
     """
     sums, size = [0, *accumulate(work)], len(work)
     busiest = [0, *[inf] * size]  # of the first items in as many runs as were made
@@ -198,20 +205,20 @@ def run_ends(work: Sequence[int], parts: int, price: Callable[[int, int], int]) 
 
 
 def token_counts(num_tokens: int, num_ranks: int) -> list[int]:
-    """Consecutive tokens of every rank: the first have one more than the last."""
-    each, more = divmod(num_tokens, num_ranks)
-    return [each + (rank < more) for rank in range(num_ranks)]
+    """Consecutive tokens per rank: the first ranks have one more than the last."""
+    count, more = divmod(num_tokens, num_ranks)
+    return [count + (rank < more) for rank in range(num_ranks)]
 
 
 def wire_bytes(spec: CacheSpec, num_tokens: int, num_ranks: int, itemsize: int = 2) -> int:
-    """Bytes that all ranks together send each other to prefill `num_tokens`, in all layers: of
-    queries, keys, values and attention's outputs. itemsize: bytes of a number.
+    """Bytes that all ranks together send to each other to prefill `num_tokens`, over all layers:
+    queries, keys, values and attention outputs. itemsize: bytes of a number.
 
-    What a rank keeps is not counted. `kvfold.layout.pages.plain_spec` says what an uncompressed
-    model stores.
+    What a rank keeps is not counted. `kvfold.layout.pages.plain_spec` describes an uncompressed
+    model.
     """
     counts, numbers = token_counts(num_tokens, num_ranks), 0
     for layer in spec.layers:
-        each = zip(shares_of(layer, spec.geometry, num_ranks), counts, strict=True)
-        numbers += sum((num_tokens - own) * (x.width + x.output_width) for x, own in each)
+        pairs = zip(shares_of(layer, spec.geometry, num_ranks), counts, strict=True)
+        numbers += sum((num_tokens - count) * (x.width + x.output_width) for x, count in pairs)
     return numbers * itemsize

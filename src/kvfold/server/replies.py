@@ -16,7 +16,7 @@ from kvfold.server.errors import APIError
 from kvfold.server.protocol import ChatBody, CompletionBody, StreamOptions
 from kvfold.server.service import Choices, Echo, Service
 from kvfold.server.tokens import Offsets, TokenTexts, utf8
-from kvfold.utils.text import leading_tokens
+from kvfold.utils.tokens import leading_tokens
 
 Json = dict[str, Any]
 LEAST = -9999.0  # log-probability of what cannot be; JSON has no infinity

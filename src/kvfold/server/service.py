@@ -19,7 +19,7 @@ from kvfold.server.metrics import Metrics
 from kvfold.server.protocol import OURS, TokenizeBody
 from kvfold.server.tokens import TokenTexts
 from kvfold.utils.errors import SettingError, renamed
-from kvfold.utils.text import encode, encode_prompt, most_characters, surely_longer
+from kvfold.utils.tokens import encode, encode_prompt, most_characters, surely_longer
 
 Asked = tuple[Prompt, SamplingParams, CacheParams]
 MOST_SCORES = 2**20  # log-probabilities of prompts in an answer

@@ -1,1 +1,1 @@
-"""What every layer uses: errors, files, text, versions of other libraries."""
+"""Utilities for all layers: errors, files, text, tokens, versions of other libraries."""

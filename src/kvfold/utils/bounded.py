@@ -1,5 +1,4 @@
-"""A bound on the time and memory of Python code that is not ours: a chat template may run without
-an end, and nothing beneath stops it."""
+"""Bound the time and memory of Python code that is not ours: a chat template may run forever."""
 
 import ctypes
 import os
@@ -15,14 +14,15 @@ _SIZES = Path("/proc/self/statm")  # on Linux; elsewhere only time is bounded
 
 
 class Exceeded(BaseException):
-    """What ends the call. No Exception, so that no handler of the code inside takes it."""
+    """Raised in the bounded call. Not a subclass of Exception, so that no handler inside the call
+    catches it."""
 
 
 def bounded(seconds: float, num_bytes: int, call: Callable[[], T]) -> T:
-    """What `call` returns. Raises TimeoutError where it takes longer, and MemoryError where this
-    process grows by more bytes meanwhile.
+    """Return call(). Raises TimeoutError if it takes more than `seconds`, and MemoryError if this
+    process grows by more than `num_bytes` meanwhile.
 
-    It ends between two steps of Python: one call into C is not interrupted.
+    The call ends between two Python instructions; a call into C is not interrupted.
     """
     thread, done, lock = threading.get_ident(), threading.Event(), threading.Lock()
     error: Exception | None = None
@@ -44,21 +44,21 @@ def bounded(seconds: float, num_bytes: int, call: Callable[[], T]) -> T:
             threading.Thread(target=watch, daemon=True).start()
             return call()
         finally:
-            with lock:  # from here on nothing is raised
+            with lock:  # nothing is raised after this
                 done.set()
-            time.sleep(0)  # what was raised before arrives here
+            time.sleep(0)  # an exception that was raised before arrives here
     except Exceeded:
         assert error is not None
         raise error from None
 
 
 def _raise_in(thread: int) -> None:
-    """Raises Exceeded in a thread, at its next step in Python."""
+    """Raise Exceeded in a thread, at its next Python instruction."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Exceeded))
 
 
 def _resident() -> int:
-    """Bytes that this process holds; 0 where the system does not say."""
+    """Resident bytes of this process; 0 if unknown."""
     try:
         return int(_SIZES.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:

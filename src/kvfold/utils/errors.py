@@ -1,6 +1,6 @@
-"""A user's mistake, in the words of whoever made it: parameters in Python, flags on a command line.
+"""User errors that name settings, which Python shows as parameters and the command line as flags.
 
-Imports nothing, so that every layer can say what is wrong with a setting.
+Imports nothing from kvfold, so that every layer can use it.
 """
 
 import re
@@ -12,20 +12,21 @@ _NAMED = re.compile(r"`([a-z_]+)(?:=([^`]*))?`")
 
 class SettingError(ValueError):
     """A setting that cannot work. `text` has names of settings in backquotes, alone or with a value
-    as in Python; as a string the error is without them."""
+    (`name=value`); str(error) shows it without backquotes."""
 
     def __init__(self, text: str) -> None:
-        super().__init__(_NAMED.sub(lambda found: found[0][1:-1], text))
+        super().__init__(_NAMED.sub(lambda match: match[0][1:-1], text))
         self.text = text
 
     def with_names(self, spell: Callable[[str, str | None], str]) -> str:
-        """The text with every setting as `spell` writes its name and value."""
-        return _NAMED.sub(lambda found: spell(found[1], found[2]), self.text)
+        """The text with each setting replaced by spell(name, value or None)."""
+        return _NAMED.sub(lambda match: spell(match[1], match[2]), self.text)
 
 
 @contextmanager
 def renamed(**names: str) -> Iterator[None]:
-    """Errors from within, of settings that the caller knows by another name: old="new"."""
+    """Context manager: rename settings in SettingErrors, for callers that know them by another
+    name: old="new"."""
     try:
         yield
     except SettingError as error:

@@ -1,4 +1,4 @@
-"""Files and directories written whole or not at all."""
+"""Write files and directories atomically: completely or not at all."""
 
 import errno
 import json
@@ -13,13 +13,13 @@ from typing import Any, TextIO
 
 try:
     import fcntl
-except ImportError:  # Windows, where nobody is kept from writing the same directory
+except ImportError:  # Windows, where directories are not locked
     fcntl = None  # type: ignore[assignment]
 
 
 def check_here() -> None:
-    """Raises ValueError where the folder that this process is in was deleted: libraries that look
-    for it end the process."""
+    """Raises ValueError if the current directory was deleted; libraries that look for it would end
+    the process."""
     try:
         Path.cwd()
     except FileNotFoundError:
@@ -27,7 +27,7 @@ def check_here() -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Raises ValueError if `path` cannot become a file; to be asked before long work."""
+    """Raises ValueError if `path` cannot become a file. Call it before long work."""
     if path.is_dir():
         raise ValueError(f"{path} is a directory; name a file")
     if path.exists() and not path.is_file():
@@ -42,9 +42,10 @@ def check_writable(path: Path) -> None:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """A file to write, which replaces `path` in one step when the block ends without an error.
+    """Context manager: a scratch file to write, which replaces `path` atomically if the block
+    succeeds.
 
-    It has the mode of a new file, as the umask has it. A `path` that is a link stays one.
+    It has the mode of a new file (umask). A `path` that is a link stays one.
     """
     check_writable(path)
     path = Path(os.path.realpath(path))
@@ -63,21 +64,21 @@ def new_file(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace `path` by a file holding `text`, in one step. Bytes of file names that are no utf-8
-    are written as in JSON and Python."""
+    """Replace `path` by a file with `text`, atomically. Bytes of file names that are not utf-8 are
+    escaped as in JSON and Python."""
     with new_file(path) as scratch:
         scratch.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Replace `path` by `data` as JSON. Raises ValueError for a number JSON does not have."""
+    """Replace `path` by `data` as JSON. Raises ValueError for numbers that JSON does not have."""
     with writing(path):
         write_text(path, json.dumps(data, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Names the file that a full disk, or one that was unplugged, does not take."""
+    """Context manager: name the file in errors of a full or unplugged disk."""
     from safetensors import SafetensorError  # what it raises has no class of its own
 
     try:
@@ -90,8 +91,8 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def check_apart(outputs: Mapping[str, Path], inputs: Mapping[str, Sequence[Path]]) -> None:
-    """Raises ValueError for an output that would replace an input, a file of a folder that is an
-    input, or another output. Both by the name of the setting that says so."""
+    """Raises ValueError for an output that would replace an input, a file in an input folder, or
+    another output. Keys are the names of the settings."""
     for name, path in outputs.items():
         for other, same in outputs.items():
             if other != name and _same(path, same):
@@ -118,14 +119,15 @@ def _same(path: Path, other: Path) -> bool:
 
 
 def _holds(folder: Path, path: Path) -> bool:
-    """Whether `path` is of a folder with a model or maps: others hold results, too."""
+    """Whether `path` is in a folder that holds a model or maps (folders of results do not
+    count)."""
     if not any((folder / name).is_file() for name in ("config.json", "kvfold.json")):
         return False
     return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
 
 def check_makeable(path: Path) -> None:
-    """Raises ValueError if `path` cannot become a directory; to be asked before long work."""
+    """Raises ValueError if `path` cannot become a directory. Call it before long work."""
     _check_link(path)
     if not path.resolve().name:
         raise ValueError(f"cannot write {path}: it is the root of all folders; name one in it")
@@ -150,7 +152,7 @@ def _check_link(path: Path) -> None:
 
 
 def finite(value: Any) -> Any:
-    """`value` for JSON: keys become strings, and numbers that are not finite null."""
+    """`value` for JSON: keys become strings, and numbers that are not finite become null."""
     if isinstance(value, Mapping):
         return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -160,19 +162,19 @@ def finite(value: Any) -> Any:
 
 @contextmanager
 def new_directory(path: Path, *, wait: bool = False) -> Iterator[Path]:
-    """A directory to fill, which becomes `path` when the block ends without an error.
+    """Context manager: a scratch directory to fill, which becomes `path` if the block succeeds.
 
-    From the beginning other processes are kept from writing `path`, and what a killed one left of
-    it is gone. wait: until another one has written it, instead of refusing. Raises ValueError,
-    before the block, for a `path` that is in use or being written.
+    Until then other processes cannot write `path`. What a killed process left behind is removed.
+    wait: wait for another process that writes it, instead of raising. Raises ValueError, before the
+    block, for a `path` that is in use or being written.
     """
     _check_link(path)
-    given, path = path, path.resolve()  # its own name, and a folder beside it to be renamed
+    named, path = path, path.resolve()  # the scratch folder is next to the resolved path
     path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(path, wait):
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise ValueError(
-                f"output {given} exists and is not an empty directory; name another one"
+                f"output {named} exists and is not an empty directory; name another one"
             )
         scratch = path.with_name(f".{path.name}.kvfold-partial")
         shutil.rmtree(scratch, ignore_errors=True)
@@ -189,8 +191,8 @@ def new_directory(path: Path, *, wait: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def _locked(path: Path, wait: bool) -> Iterator[None]:
-    """`path` kept from other processes by a locked file beside it; the system unlocks it however
-    this one ends. Raises ValueError where another one has it, unless it is to wait."""
+    """Context manager: lock `path` against other processes by a file next to it; the system unlocks
+    it however this process ends. Raises ValueError if another process has it, unless `wait`."""
     lock = path.with_name(f".{path.name}.kvfold-lock")
     while True:
         with open(lock, "w") as file:
@@ -206,7 +208,7 @@ def _locked(path: Path, wait: bool) -> Iterator[None]:
 
 
 def _lock(file: TextIO, wait: bool) -> bool:
-    """Whether this process has `file` to itself, until it is closed."""
+    """Lock `file` until it is closed. Returns False if another process has it."""
     if fcntl is None:
         return True
     try:
@@ -214,13 +216,13 @@ def _lock(file: TextIO, wait: bool) -> bool:
     except BlockingIOError:
         return False
     except OSError:
-        pass  # a file system without locks keeps nobody out
+        pass  # the file system has no locks
     return True
 
 
 def _share(folder: Path) -> None:
-    """Give all that is in `folder` the modes of new files and folders, as the umask has them: some
-    libraries write theirs for the owner alone."""
+    """Give everything in `folder` the modes of new files and folders (umask): some libraries write
+    files for the owner alone."""
     mode = folder.stat().st_mode
     for path in folder.rglob("*"):
         path.chmod(mode if path.is_dir() else mode & 0o666)

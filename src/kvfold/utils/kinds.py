@@ -1,4 +1,4 @@
-"""Types as annotations write them: whether a value is of one, and what to call it to a user."""
+"""Check a value against a type annotation, and describe the annotation to users."""
 
 from collections.abc import Callable
 from numbers import Integral, Real
@@ -10,12 +10,12 @@ _WORDS[None.__class__] = "None"
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Whether a value is of a type. A bool is no number."""
+    """Whether a value is of a type. A bool is not a number."""
     origin, inside = get_origin(kind), get_args(kind)
     if kind is Any:
         return True
     if origin in (Union, UnionType):
-        return any(fits(value, one) for one in inside)
+        return any(fits(value, option) for option in inside)
     if origin is Literal:
         return value in inside
     if origin in (list, tuple):  # one serves as the other
@@ -29,7 +29,8 @@ def fits(value: Any, kind: Any) -> bool:
 
 
 def _all_fit(values: list | tuple, kind: Any) -> bool:
-    """Of a plain class, one value of every type is looked at: there may be 100,000s."""
+    """Whether all values are of a type. For plain classes one value per type is checked, since
+    there may be 100,000s."""
     plain = get_origin(kind) is None
     return all(
         fits(item, kind) for item in ({type(x): x for x in values}.values() if plain else values)
@@ -37,10 +38,10 @@ def _all_fit(values: list | tuple, kind: Any) -> bool:
 
 
 def describe(kind: Any) -> str:
-    """A type in words: "a whole number"."""
+    """Describe a type: "a whole number"."""
     origin, inside = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
-        return " or ".join(describe(one) for one in inside if one is not None.__class__)
+        return " or ".join(describe(option) for option in inside if option is not None.__class__)
     if origin is Literal:
         return f"one of {', '.join(map(str, inside))}"
     if origin in (list, tuple):

@@ -1,4 +1,4 @@
-"""Progress of work in named stages."""
+"""Progress reports for work in named stages."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ Progress = Callable[[str, int, int], None]  # what is being done, done, total
 
 
 def stage(progress: Progress | None, name: str) -> Report | None:
-    """`progress` for one named piece of work."""
+    """The progress callback for one named stage; None without a callback."""
     if progress is None:
         return None
     return lambda done, total: progress(name.strip(), done, total)

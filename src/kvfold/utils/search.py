@@ -1,4 +1,4 @@
-"""The smallest cache within a stated loss of quality, by bisection (ZACK §6.3)."""
+"""Find the smallest cache within a loss budget, by bisection (ZACK §6.3)."""
 
 import re
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def search(
 ) -> tuple[float, float]:
     """The smallest keep in [low, 1] with ratio_at(keep) <= limit, to within `tolerance`.
 
-    Takes it that the ratio falls as keep grows. Returns (keep, its ratio); keep is 1.0 if nothing
+    Assumes that the ratio falls as keep grows. Returns (keep, its ratio); keep is 1.0 if nothing
     smaller is within the limit.
     """
     if not 0 < low < 1 or tolerance <= 0:

@@ -118,10 +118,10 @@ def _minor(number: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-# What transformers' models call the cache they are given was renamed.
+# The forward argument for the cache was renamed in transformers 5.24.
 CACHE = "cache" if _minor(version("transformers")) >= (5, 24) else "past_key_values"
 
 
 def cache_argument(cache: Any) -> dict[str, Any]:
-    """The argument that hands a model of transformers its cache."""
+    """The keyword argument that passes a cache to a transformers model's forward."""
     return {CACHE: cache}

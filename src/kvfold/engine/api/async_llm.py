@@ -23,7 +23,7 @@ from kvfold.engine.core.engine import Engine
 from kvfold.engine.requests.packed import PackedContext
 from kvfold.engine.requests.prompts import Prompt
 from kvfold.engine.requests.request import CacheParams, Request, SamplingParams, StepOutput
-from kvfold.utils.text import encode_prompt
+from kvfold.utils.tokens import encode_prompt
 
 logger = logging.getLogger(__name__)
 COMPILERS = 4  # grammars that are compiled at once, each in a process

@@ -24,7 +24,7 @@ import numpy as np
 
 from kvfold.engine.requests.request import SamplingParams
 from kvfold.utils.errors import SettingError
-from kvfold.utils.text import check_text
+from kvfold.utils.tokens import check_text
 
 COMPILE_SECONDS = 10.0  # most time to compile a grammar
 MASK_SECONDS = 0.5  # most time of a core to say which tokens may come next

@@ -35,15 +35,15 @@ from kvfold.maps.named import base_and_maps
 from kvfold.maps.sidecar import Sidecar
 from kvfold.models.rotary import position_limit
 from kvfold.models.weights import Unchanged, fingerprint
+from kvfold.utils.chat import render_chat
 from kvfold.utils.errors import SettingError, renamed
-from kvfold.utils.text import (
+from kvfold.utils.tokens import (
     check_tokenizer,
     encode,
     encode_all,
     encode_prompt,
     encode_start,
     most_characters,
-    render_chat,
     surely_longer,
 )
 

@@ -10,7 +10,7 @@ from numbers import Integral
 from kvfold.config import SEEDS, check, setting, settings_of
 from kvfold.engine.requests.tables import Tables
 from kvfold.utils.errors import SettingError
-from kvfold.utils.text import check_text
+from kvfold.utils.tokens import check_text
 
 GREEDY_BELOW = 1e-5  # a lower temperature is greedy: dividing by it says nothing more
 

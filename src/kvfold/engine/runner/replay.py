@@ -12,7 +12,8 @@ from kvfold.attention.replay import ReplayWithGradients, RescoringContext
 from kvfold.cache.eviction.policy import Policy
 from kvfold.cache.eviction.scorers.rescoring import Rescoring, as_rescoring
 from kvfold.engine.requests.request import Request
-from kvfold.utils.text import encode, reply_words
+from kvfold.utils.chat import reply_words
+from kvfold.utils.tokens import encode
 
 Forward = Callable[[Tensor, Tensor, AttentionContext], Tensor]
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Self
 from kvfold.config import check
 from kvfold.evaluation.suites import SUITES
 from kvfold.evaluation.suites.base import Question, Suite, Verdict
+from kvfold.utils.chat import encode_chat
 from kvfold.utils.progress import Progress, stage
-from kvfold.utils.text import encode_chat, encode_prompt
+from kvfold.utils.tokens import encode_prompt
 
 if TYPE_CHECKING:
     from kvfold.evaluation.suites.engines import Answering, Reply

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from kvfold.evaluation.tasks.base import Prompt, require
 from kvfold.evaluation.tasks.generation import WrittenTask, answer_of
-from kvfold.utils.text import encode, leading_tokens
+from kvfold.utils.tokens import encode, leading_tokens
 
 OTHERS = {"prompt", "choices"}  # a row with these is of another kind, whatever else it carries
 

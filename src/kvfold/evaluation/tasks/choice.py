@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from kvfold.evaluation.tasks.base import Answer, Prompt, Task, require
-from kvfold.utils.text import encode_start
+from kvfold.utils.tokens import encode_start
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from kvfold.evaluation.tasks.base import Answer, Prompt, Task, decode, require
-from kvfold.utils.text import encode, encode_prompt
+from kvfold.utils.tokens import encode, encode_prompt
 
 
 @dataclass(frozen=True, kw_only=True)

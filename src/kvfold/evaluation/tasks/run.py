@@ -15,7 +15,7 @@ from kvfold.evaluation.reader import Reader
 from kvfold.evaluation.tasks import SCORES
 from kvfold.evaluation.tasks.base import Answer, Prompt, Task, decode
 from kvfold.utils.progress import Report
-from kvfold.utils.text import check_ids, leading_tokens
+from kvfold.utils.tokens import check_ids, leading_tokens
 
 
 @dataclass(frozen=True)
