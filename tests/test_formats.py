@@ -99,13 +99,15 @@ def test_a_format_serves_a_model(form: str) -> None:
         found = logits(form, **packed(form, bits))
         assert found.isfinite().all()
         lost.append(float((found - whole).norm() / whole.norm()))
-    assert lost == sorted(lost) and 0 < lost[0] < 0.15 and lost[-1] > 2 * lost[0]
+    assert lost == sorted(lost) and 0 < lost[0] < 0.15
+    assert len(lost) == 1 or lost[-1] > 2 * lost[0]
 
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_chunks_of_a_prompt_do_not_matter(form: str) -> None:
     """Tokens one by one, in chunks that end within a page, and all at once."""
-    settings = packed(form, 4)
+    widths = format_of(form).widths
+    settings = packed(form, 4 if 4 in widths else widths[0])
     if settings["residual"]:
         settings["residual"] = 2 * PAGE
     one, *others = (logits(form, chunk, **settings) for chunk in (1, 7, 64))

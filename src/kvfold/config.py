@@ -272,7 +272,7 @@ class CacheConfig:
     zeros: bool = setting(False, "Store a zero point with every scale.")
     sub_group: int | None = setting(
         None,
-        "Most numbers that share a scale; by default a latent, 32 with kivi, 64 with gear.",
+        "Most numbers that share a scale; by default the format's, mostly a whole latent.",
         least=8,
         unit="numbers",
     )
@@ -283,16 +283,13 @@ class CacheConfig:
     )
     format: str = setting(
         "integers",
-        "How numbers are packed; kivi: keys per channel of a page, values per token, with "
-        "zero points, not rotated; kvquant: at calibrated levels, with outliers, of a model "
-        "compressed by recipe kvquant or kvquant-z; gear: kivi, outliers and a low-rank part of "
-        "the rest.",
+        f"How numbers are packed; {'; '.join(f'{x}: {y.summary}' for x, y in FORMATS.items())}.",
         choices=FORMATS,
     )
     residual: int | None = setting(
         None,
         "Up to so many last tokens stay in 16 bits, until all of them are packed at once; a"
-        " multiple of the page, 128 with kivi, 64 with gear.",
+        " multiple of the page; by default the format's.",
     )
     evict: str | Policy | None = setting(
         None,
