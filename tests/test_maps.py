@@ -106,7 +106,7 @@ def test_at_full_rank_a_model_answers_as_before(name: str, ids: torch.Tensor) ->
 
 
 @pytest.mark.parametrize("name", [x for x in (*EXPANDED, *REFUSED) if x in {**TYPES, **REFUSED}])
-def test_what_passes_the_seam_by_is_refused_by_name(name: str) -> None:
+def test_attention_without_the_interface_is_refused_by_name(name: str) -> None:
     model = tiny(name)
     with pytest.raises(SettingError, match=f"of model type '{name}'"):
         check_layers(model, attention_layers(model))

@@ -79,7 +79,7 @@ def test_a_chat_goes_on_through_the_smaller_cache(made, tokenizer) -> None:
 @pytest.mark.parametrize(
     "name", [x for x in ("qwen3_moe", "gemma2", "gpt_oss", "phi3", "cohere2", "opt") if x in TYPES]
 )
-def test_any_type_is_calibrated_at_the_seam(name: str, tmp_path) -> None:
+def test_any_type_is_calibrated(name: str, tmp_path) -> None:
     """With little of the cache left out, and with much."""
     model, tokenizer = tiny(name), bytes_tokenizer(tmp_path)
     ids = torch.randint(3, 127, (1, 96))

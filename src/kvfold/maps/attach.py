@@ -30,7 +30,7 @@ from kvfold.models.families import check_decoder
 from kvfold.utils.errors import SettingError
 
 PREFIX = "kvfold_over_"
-_ATTACHED = "_kvfold_seam"  # of a module, in its __dict__
+_ATTACHED = "_kvfold_maps"  # attribute of a module
 
 
 class AttachedMaps:

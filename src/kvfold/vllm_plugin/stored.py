@@ -111,7 +111,7 @@ class StoredCache:
     def mapped(
         cls, spec: CacheSpec, cache: CacheConfig, dtype: torch.dtype, share: Share
     ) -> "StoredCache":
-        """Of a model with maps beside its weights. spec: as `maps.served.served_spec`. Raises
+        """Of a model with maps beside its weights. spec: as `maps.engine_model.served_spec`. Raises
         ValueError for heads that the processes cannot share."""
         for index, layer in enumerate(spec.layers):
             share.check(spec.geometry, layer, index)
