@@ -129,7 +129,7 @@ class Attended:
                 self.attention.view,
                 own,
                 joined[begin : begin + tokens],
-                begin=begin,
+                first_token=begin,
                 stop=96,
                 prompt_lengths=None,
                 decode=decode,

@@ -139,7 +139,7 @@ class AttentionMetadata:
         slots: list[int],
         positions: Tensor,
         *,
-        begin: int,
+        first_token: int,
         stop: int,
         prompt_lengths: list[int] | None,
         decode: bool = False,
@@ -148,16 +148,20 @@ class AttentionMetadata:
         """Metadata for sequences `slots`, from the lengths on the host. positions [B * T];
         prompt_lengths: if their queries are observed."""
         rows, device = view.pool.host_lengths[slots], view.pool.device
-        narrow = None
+        low_rank = None
         if view.low_rank is not None:
-            settings: dict[str, Any] = {"begin": begin, "stop": stop, "decode": decode}
-            narrow = cls.for_step(
+            settings: dict[str, Any] = {
+                "first_token": first_token,
+                "stop": stop,
+                "decode": decode,
+            }
+            low_rank = cls.for_step(
                 view.low_rank, slots, positions, prompt_lengths=None, tokens=tokens, **settings
             )
         firsts = [groups.start for groups in view.pool.layout.layer_groups]
         lengths = None if prompt_lengths is None else upload(np.array(prompt_lengths), device)
         return cls(
-            first_token=begin,
+            first_token=first_token,
             slots=upload(np.array(slots), device),
             positions=positions.view(len(slots), -1),
             lengths=np.maximum.reduceat(rows, firsts, axis=1).T,
@@ -166,7 +170,7 @@ class AttentionMetadata:
             prompt_lengths=lengths,
             decode=decode,
             tokens=tokens,
-            low_rank=narrow,
+            low_rank=low_rank,
         )
 
     @classmethod

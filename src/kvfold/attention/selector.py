@@ -37,7 +37,7 @@ PREFILL: tuple[type[AttentionBackend], ...] = (TritonPrefill, Fallback)
 HYBRID = (MixedRankKernels, MixedRankAttention)  # for caches with two ranks
 PLAIN = (Fallback, MixedRankAttention)  # plain PyTorch, on any device
 SERVED = "8, 4 and 2 bits have kernels, alone or planned together"
-REWEIGHED = "the policy makes scores of weights, which no kernel writes"
+NEEDS_WEIGHTS = "the policy makes scores of weights, which no kernel writes"
 EVEN = "a recipe that keeps as much of every head, such as fast with align=8, does"
 
 logger = logging.getLogger(__name__)
@@ -45,8 +45,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """The backend of a layer. passed: backends of higher preference, and why each does not support
-    the layer."""
+    """The backend of a layer. rejected: backends of higher preference, and why each does not
+    support the layer."""
 
     backend: type[AttentionBackend]
     rejected: Mapping[str, str]
@@ -62,15 +62,15 @@ def select(
 
     among: candidates in order of preference, of which the last supports everything; by default all.
     """
-    passed: dict[str, str] = {}
+    rejected: dict[str, str] = {}
     for backend in among or (DECODE if task.decode else PREFILL):
         if task.needs_weights and not backend.returns_weights:
-            reason: str | None = REWEIGHED
+            reason: str | None = NEEDS_WEIGHTS
         else:
             reason = backend.unsupported_reason(layer, groups, task)
         if reason is None:
-            return BackendChoice(backend, passed)
-        passed[backend.__name__] = reason
+            return BackendChoice(backend, rejected)
+        rejected[backend.__name__] = reason
     raise AssertionError("the last backend serves everything")
 
 
@@ -90,18 +90,18 @@ class SelectedBackends:
         backends = []
         reweighs = view.observing is not None and view.observing.scorer.needs_weights
         for decode, observed in ((True, view.observes_decodes), (False, False), (False, True)):
-            reweighed = observed and reweighs
+            needs_weights = observed and reweighs
             task = Task(
                 decode=decode,
                 observed=observed,
                 device_type=device,
                 dtype=view.dtype,
-                needs_weights=reweighed,
+                needs_weights=needs_weights,
             )
             choices = _choices(layers, view.layout, task)
             if decode or not observed or view.observing is not None:
                 _log(task, choices)
-            if decode and (reweighed or view.pool.layout.kept_fraction < 1):
+            if decode and (needs_weights or view.pool.layout.kept_fraction < 1):
                 warn_of_fallback(layers, groups, choices, task)
             backends.append(tuple(choice.backend for choice in choices))
         return cls(*backends)
@@ -114,10 +114,11 @@ class SelectedBackends:
 
 def _groups(layout: CacheLayout) -> list[tuple[Group, ...]]:
     """Groups of each layer, of both ranks if there are two."""
-    narrow = layout.low_rank
+    low_rank = layout.low_rank
     indices = range(len(layout.spec.layers))
     return [
-        layout.groups_of_layer(i) + (narrow.groups_of_layer(i) if narrow else ()) for i in indices
+        layout.groups_of_layer(i) + (low_rank.groups_of_layer(i) if low_rank else ())
+        for i in indices
     ]
 
 

@@ -137,11 +137,11 @@ class CacheSpec:
         )
         return CacheSpec(geometry=self.geometry, layers=tuple(layers))
 
-    def mean_per_token(self, numbers: Sequence[float], narrow: Sequence[float]) -> float:
+    def mean_per_token(self, numbers: Sequence[float], low_rank: Sequence[float]) -> float:
         """The average over tokens of a number per layer, summed over layers. numbers: for important
-        tokens; narrow: for unimportant ones."""
+        tokens; low_rank: for unimportant ones."""
         assert self.hybrid is not None, "all tokens store as much"
-        layers = zip(self.hybrid.important, numbers, narrow, strict=True)
+        layers = zip(self.hybrid.important, numbers, low_rank, strict=True)
         return sum(share * full + (1 - share) * low for share, full, low in layers)
 
     @property

@@ -325,14 +325,14 @@ class CacheLayout:
     def sequence_bytes(self, tokens: int) -> int:
         """Bytes of the pages of a sequence of `tokens` tokens, with low-rank rows where they are
         possible."""
-        rows = wide = np.full(len(self.groups), tokens)
+        rows = full_rank = np.full(len(self.groups), tokens)
         sizes = [group.layout.page_bytes for group in self.groups]
-        narrow_bytes = 0
+        low_rank_bytes = 0
         if self.low_rank is not None:
-            wide = self.num_full_rank(rows)
-            narrow_sizes = [group.layout.page_bytes for group in self.low_rank.groups]
-            narrow_bytes = int(-(-(rows - wide) // self.page) @ narrow_sizes)
-        return int(-(-wide // self.page) @ sizes) + narrow_bytes + self.residual_bytes
+            full_rank = self.num_full_rank(rows)
+            low_rank_sizes = [group.layout.page_bytes for group in self.low_rank.groups]
+            low_rank_bytes = int(-(-(rows - full_rank) // self.page) @ low_rank_sizes)
+        return int(-(-full_rank // self.page) @ sizes) + low_rank_bytes + self.residual_bytes
 
     @cached_property
     def residual_bytes(self) -> int:
@@ -425,11 +425,11 @@ def cache_layout(
                 residual=residual or 0,
             )
             groups.append(Group(layer=index, heads=heads, layout=layout))
-    narrow = None
+    low_rank = None
     if spec.low_rank is not None:
         settings: dict[str, Any] = {"itemsize": itemsize, "bits": bits, "sub_group": sub_group}
-        narrow = cache_layout(spec.low_rank, page=page, zeros=zeros, format=format, **settings)
-    return CacheLayout(spec=spec, page=page, groups=tuple(groups), low_rank=narrow)
+        low_rank = cache_layout(spec.low_rank, page=page, zeros=zeros, format=format, **settings)
+    return CacheLayout(spec=spec, page=page, groups=tuple(groups), low_rank=low_rank)
 
 
 def _check_residual(residual: int, page: int, spec: CacheSpec, bits: int | None) -> None:

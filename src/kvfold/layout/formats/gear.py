@@ -2,7 +2,8 @@
 quantisation error. Keys are quantised per channel of a page, values per token.
 
 Shapes: M pages of P rows, g groups, n numbers of a row; r rank; k largest and k smallest outliers
-of a vector that shares a scale (`Line`): a channel of a page of keys, or a row of values.
+of a vector that shares a scale (`QuantizedVectors`): a channel of a page of keys, or a row of
+values.
 """
 
 from dataclasses import dataclass
@@ -81,28 +82,28 @@ class Gear(Format):
 
     def sparse_bytes(self, width: int) -> int:
         """The low-rank numbers of the row; for values also a scale, a zero point and outliers."""
-        line = 0 if self.by_channel else 4 + 2 * num_outliers(width) * OUTLIER
-        return 2 * self.rank + line
+        per_vector = 0 if self.by_channel else 4 + 2 * num_outliers(width) * OUTLIER
+        return 2 * self.rank + per_vector
 
     def _code_bytes(self, width: int) -> int:
         return pack(torch.zeros(width, dtype=torch.uint8), self.bits).numel()
 
     def encode(self, x: Tensor, page: int) -> tuple[Tensor, tuple[Tensor, ...]]:
         rows = x.float().unflatten(0, (-1, page)).transpose(1, 2)  # [M, g, P, n]
-        lines = rows.mT if self.by_channel else rows
-        line = QuantizedVectors.of(lines, self.bits)
-        error = lines - line.numbers(self.bits)
+        floats = rows.mT if self.by_channel else rows
+        vectors = QuantizedVectors.of(floats, self.bits)
+        error = floats - vectors.numbers(self.bits)
         error = error.mT if self.by_channel else error
         down, up = low_rank(error, self.rank)
-        codes = line.codes.mT if self.by_channel else line.codes
+        codes = vectors.codes.mT if self.by_channel else vectors.codes
         parts = [pack(codes, self.bits), _bytes(down)]
         metadata = list(up.unbind(-1))
         if self.by_channel:
-            metadata += [line.scale, line.zero, *line.outliers.unbind(-1)]
-            metadata += _bytes(line.where).view(torch.half).unbind(-1)
+            metadata += [vectors.scale, vectors.zero, *vectors.outliers.unbind(-1)]
+            metadata += _bytes(vectors.where).view(torch.half).unbind(-1)
         else:
-            parts += [_bytes(torch.stack((line.scale, line.zero), -1))]
-            parts += [_bytes(line.where), _bytes(line.outliers)]
+            parts += [_bytes(torch.stack((vectors.scale, vectors.zero), -1))]
+            parts += [_bytes(vectors.where), _bytes(vectors.outliers)]
         return torch.cat(parts, -1).transpose(1, 2).flatten(0, 1), tuple(metadata)
 
     def decode(
@@ -118,16 +119,18 @@ class Gear(Format):
             k = num_outliers(self.page)
             scale, zero, *rest = metadata[r:]
             where = view_bytes(torch.stack(rest[2 * k :], -1), torch.uint8)
-            line = QuantizedVectors(numbers.mT, scale, zero, where, torch.stack(rest[: 2 * k], -1))
-            x = line.numbers(self.bits, low_rank_part.mT).mT
+            vectors = QuantizedVectors(
+                numbers.mT, scale, zero, where, torch.stack(rest[: 2 * k], -1)
+            )
+            x = vectors.numbers(self.bits, low_rank_part.mT).mT
         else:
             k, sparse = num_outliers(n), codes[..., start + 2 * r :]
             scale, zero = view_bytes(sparse[..., :4], torch.half).unbind(-1)
             where = view_bytes(sparse[..., 4 : 4 + 2 * k], torch.uint8)
-            line = QuantizedVectors(
+            vectors = QuantizedVectors(
                 numbers, scale, zero, where, view_bytes(sparse[..., 4 + 2 * k :], torch.half)
             )
-            x = line.numbers(self.bits, low_rank_part)
+            x = vectors.numbers(self.bits, low_rank_part)
         out.copy_(x.masked_fill_(~inside[..., None], 0.0))
 
     def segment_widths(self, width: int, sub_group: int | None) -> list[int]:
