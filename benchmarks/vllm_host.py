@@ -97,7 +97,7 @@ def step_of(kind: str, decodes: int, chunks: int) -> Callable[[], None]:
     own = family_of(config).geometry(config)
     layout = replace(layout, spec=replace(layout.spec, geometry=own))
     torch.set_default_dtype(torch.bfloat16)
-    layers = [empty_layer(config, layout.spec, i).maps for i in range(LAYERS)]
+    layers = [empty_layer(config, layout.spec, i).description for i in range(LAYERS)]
     view = BlockView(layout, torch.bfloat16, torch.device("cpu"), LONGEST)
     attention = BlockAttention(layers, view)
     assert Fallback not in {*attention.decode.values(), *attention.prefill.values()}

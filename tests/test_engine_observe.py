@@ -105,7 +105,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> tuple[Observer, list[dict[int, list
     for slot in range(runner.pool.num_slots):
         runner.pool.open()
         runner.pool.extend([slot], [1])
-    return Observer(runner.attention.view, runner.policy.scorer, {0: module.maps}), calls
+    return Observer(runner.attention.view, runner.policy.scorer, {0: module.description}), calls
 
 
 def decode(on: Observer, *sequences: Request) -> None:

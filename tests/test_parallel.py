@@ -215,7 +215,7 @@ def test_kernels_see_what_pytorch_sees(recipe: str | None, monkeypatch: Any) -> 
     model, spec = model_of("llama-gqa", recipe)
     if recipe is None:
         fold_plain(model, spec)
-    layer = next(iter(family_of(model.config).attentions(model))).half().maps
+    layer = next(iter(family_of(model.config).attentions(model))).half().description
     torch.manual_seed(0)
     for share in shares_of(layer.spec, spec.geometry, 3)[:2]:
         messages = torch.randn(LENGTH, share.width).half()

@@ -166,7 +166,7 @@ def test_output_norms_are_of_what_each_head_alone_adds(name: str, recipe: str | 
     config = CacheConfig(kv_bytes=2**22, page=4, evict="kvzip+", keep_tokens=0.5)
     model = build_runner(folded(name, recipe, 0.6), config, num_slots=1, max_tokens=64).model
     layer = next(family_of(model.config).attentions(model))
-    maps = layer.maps
+    maps = layer.description
     rows = torch.randn(1, 7, maps.spec.row_width)
     v = maps.value_columns.spread(maps.value_columns.gather(rows))
     found = maps.output_norms(rows)

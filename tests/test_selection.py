@@ -64,7 +64,7 @@ def test_estimates_of_everything_are_the_scores(folded: Any) -> None:
 
 
 def test_estimates_by_latents_are_scores_without_distance(folded: Any) -> None:
-    layer = next(family_of(folded.config).attentions(folded)).maps
+    layer = next(family_of(folded.config).attentions(folded)).description
     rows, position = torch.randn(1, 9, layer.spec.row_width), torch.full((9,), 5)
     turned = layer.rope.tables(rows, position, 9)
     keys = layer.score_keys(rows, turned)[0]

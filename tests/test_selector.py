@@ -440,7 +440,7 @@ def test_shapes_without_weights_are_those_of_the_model(name: str, recipe: str) -
     family.connect(model)
     shapes = layer_shapes(model.config, spec)
     for shape, module in zip(shapes, family.attentions(model), strict=True):
-        maps, dim = module.maps, spec.geometry.head_dim
+        maps, dim = module.description, spec.geometry.head_dim
         for field in ("index", "spec", "geometry", "window", "fixed_rope"):
             assert getattr(shape, field) == getattr(maps, field), field
         assert shape.reconstructs_keys is (maps.key_up is not None)

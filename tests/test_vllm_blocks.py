@@ -235,7 +235,7 @@ def test_shares_of_heads_add_up(name: str, recipe: str) -> None:
 def attended(layer, x: Tensor, tables) -> Tensor:
     with torch.no_grad():
         q, rows = layer.project(x, tables)
-        maps, mask = layer.maps, torch.ones(7, 7, dtype=torch.bool).tril()[None, None]
+        maps, mask = layer.description, torch.ones(7, 7, dtype=torch.bool).tril()[None, None]
         rope = None if maps.rope is None else tuple(t[:, None] for t in tables)
         return layer.o_proj(maps.attend(q, rows, rope, mask)[0])
 

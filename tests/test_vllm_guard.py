@@ -66,7 +66,7 @@ def test_vllm_tries_every_layers_attention_first(name: str, monkeypatch) -> None
     spec = plain_spec(family.geometry(model.config))
     fold_plain(model, spec)
     layers = [
-        SimpleNamespace(maps=x.maps, finish=x.o_proj, sample=partial(sampled, x))
+        SimpleNamespace(maps=x.description, finish=x.o_proj, sample=partial(sampled, x))
         for x in family.attentions(model)
     ]
     layout = cache_layout(spec, page=16, itemsize=4)

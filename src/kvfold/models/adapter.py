@@ -136,7 +136,7 @@ class HFAttention(FoldedAttention):
         if not isinstance(past, AttentionContext):
             eager = self.config._attn_implementation == "eager"
             context = CacheContext(past, mask, extra.get("position_ids"), x, eager)
-        maps = self.maps
+        maps = self.description
         context.before_attention(maps, x)
         q, rows = self.project(x, tables)
         heads = context.attend(maps, q, rows)

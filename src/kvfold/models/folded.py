@@ -146,7 +146,7 @@ class FoldedAttention(nn.Module):
         """
         q, k, rows = self._multiplied(x)
         q = self._queries(q, tables)
-        return q, rows if k is None else self._online_rows(k, tables, rows)
+        return q, rows if k is None else self._computed_rows(k, tables, rows)
 
     def queries(self, x: Tensor, tables: tuple[Tensor, Tensor] | None) -> Tensor:
         """Only the queries of `project`."""
@@ -173,7 +173,7 @@ class FoldedAttention(nn.Module):
         return q, k, rows
 
     @property
-    def maps(self) -> LayerAttention:
+    def description(self) -> LayerAttention:
         """The description of the layer for attention backends, with its current tensors."""
         return LayerAttention(
             index=self.layer_idx,
@@ -200,7 +200,9 @@ class FoldedAttention(nn.Module):
         up = self.key_columns.per_head(self.key_up, g.head_dim) if self.query_mapped else None
         return self.pointwise.queries(q, tables if g.rope else None, up)
 
-    def _online_rows(self, k: Tensor, tables: tuple[Tensor, Tensor] | None, rest: Tensor) -> Tensor:
+    def _computed_rows(
+        self, k: Tensor, tables: tuple[Tensor, Tensor] | None, rest: Tensor
+    ) -> Tensor:
         """Entries [B, T, R] from keys [B, T, Hk d] and the numbers that are stored directly, rest
         [B, T, .]."""
         g, spec = self.geometry, self.spec

@@ -41,7 +41,7 @@ class CachedAttention(nn.Module, AttentionLayerBase):
 
     @property
     def maps(self) -> LayerAttention:
-        maps: LayerAttention = self.folded[0].maps
+        maps: LayerAttention = self.folded[0].description
         return maps
 
     def get_attn_backend(self) -> type:

@@ -161,7 +161,7 @@ class Repair:
         yield from self._fit(waiting, slot)
 
     def _layer(self, index: int, slot: int, computed: int, evicted: Tensor) -> _Layer:
-        maps: LayerAttention = self.modules[index].maps
+        maps: LayerAttention = self.modules[index].description
         slots = torch.tensor([slot], device=evicted.device)
         stored = gather_rows(self.view, maps, slots, evicted.shape[1])
         q = self._queries(index, slot, computed) * maps.scale
@@ -183,7 +183,7 @@ class Repair:
 
     def _fitted(self, index: int, slot: int, found: FittedEntries, lost: Tensor) -> Fitted:
         """lost: bool [Hk], heads of which rows go."""
-        maps: LayerAttention = self.modules[index].maps
+        maps: LayerAttention = self.modules[index].description
         places, inside, k, v = found
         sides = (maps.key_columns, k), (maps.value_columns, v)
         rows = [x.compact(z.transpose(0, 1)[None])[0].flatten(1) for x, z in sides]

@@ -66,7 +66,7 @@ class ModelRunner:
         self.family = family or family_of(model.config)
         modules: list[Any] = list(self.family.attentions(model))
         self.beside = layers is not None
-        layers = [module.maps for module in modules] if layers is None else layers
+        layers = [module.description for module in modules] if layers is None else layers
         self.sliding = [
             (where, layer.window)
             for where, layer in zip(pool.layout.layer_groups, layers, strict=True)
