@@ -69,7 +69,7 @@ class Engine:
 
     def __init__(self, model, dtype: torch.dtype, bits: int | None = None) -> None:
         spec = spec_of(model)
-        self.layers = [x.maps for x in family_of(model.config).attentions(model)]
+        self.layers = [x.description for x in family_of(model.config).attentions(model)]
         layout = cache_layout(spec, page=BLOCK, itemsize=dtype.itemsize, bits=bits)
         self.dtype, self.cache = dtype, blocks_of(layout, 12)
         view = BlockView(layout, dtype, torch.device(DEVICE), 96)
