@@ -74,36 +74,34 @@ def select_layers(
     config: of the model.
     windows: also compress layers with a short sliding window, if their heads allow it.
     """
-    stores = [x for x in layers if x.source == x.name]
+    with_cache = [x for x in layers if x.source == x.name]
     positions = position_limit(config) or LONG_CONTEXT
     tokens = min(LONG_CONTEXT, positions)
-    windowed = [x for x in stores if x.window is not None]
-    mixed = 0 < len(windowed) < len(stores)
-    if windows or not mixed or cache_share(windowed, stores, tokens) > MAX_WINDOWED_SHARE:
-        windowed = []
-    candidates = [x for x in stores if x not in windowed]
+    sliding_window = [x for x in with_cache if x.window is not None]
+    mixed = 0 < len(sliding_window) < len(with_cache)
+    if windows or not mixed or cache_share(sliding_window, with_cache, tokens) > MAX_WINDOWED_SHARE:
+        sliding_window = []
+    candidates = [x for x in with_cache if x not in sliding_window]
     shapes = dict.fromkeys(x.shape for x in candidates)
     shape = max(
         shapes,
-        key=lambda candidate_shape: _numbers(
-            [x for x in candidates if x.shape == candidate_shape], tokens
-        ),
+        key=lambda kind: _numbers([x for x in candidates if x.shape == kind], tokens),
     )
     planned = {x.module: x for x in candidates if x.shape == shape}
     return LayerSelection(
         layers=list(planned.values()),
         kv_shared=[x for x in layers if x.source != x.name],
-        sliding_window=windowed,
+        sliding_window=sliding_window,
         other_shape=[x for x in candidates if x.shape != shape],
-        with_cache=stores,
+        with_cache=with_cache,
     )
 
 
 def cache_share(
     layers: Sequence[AttentionLayer], all_layers: Sequence[AttentionLayer], tokens: int
 ) -> float:
-    """Share of the cache numbers of all layers `stores` that the layers `part` hold for a context
-    of `tokens` tokens."""
+    """Share of a context's cache that `layers` hold, of what `all_layers` hold. tokens: length of
+    the context."""
     return _numbers(layers, tokens) / _numbers(all_layers, tokens)
 
 

@@ -136,10 +136,10 @@ class HFAttention(FoldedAttention):
         if not isinstance(past, AttentionContext):
             eager = self.config._attn_implementation == "eager"
             context = CacheContext(past, mask, extra.get("position_ids"), x, eager)
-        maps = self.description
-        context.before_attention(maps, x)
+        layer = self.description
+        context.before_attention(layer, x)
         q, rows = self.project(x, tables)
-        heads = context.attend(maps, q, rows)
+        heads = context.attend(layer, q, rows)
         out = self.o_proj(heads) if self.output is None else self.output(heads)
         return out, context.weights
 
@@ -170,8 +170,8 @@ class Family:
         and up.
     finish: computes everything in a decoder layer after its attention, from the layer, its inputs
         and the attention output. Set it if the attention's input is `layer.input_layernorm(inputs)`
-        and the last layer is followed by `norm`; the engine then compiles all layers as one graph
-        each.
+        and the last layer is followed by `norm`; the engine then compiles what lies between the
+        attention of two layers as one graph.
     rope: the model has RoPE.
     key_norm: keys are normalised after W_K (as in Qwen3), so W_K cannot absorb key projections.
     sinks: the softmax includes a learned score per head (attention sink).
