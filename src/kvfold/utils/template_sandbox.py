@@ -82,16 +82,16 @@ def _items(value: Any) -> Iterable[Any]:
 
 
 def taken(parts: Iterable[Any]) -> list[Any]:
-    """As `list`, of what is not too large together."""
-    found, size = list[Any](), 0
+    """Like `list`. Raises as `check_size` if the parts together are too large."""
+    items, size = list[Any](), 0
     for part in parts:
         check_size(size := size + size_of(part))
-        found.append(part)
-    return found
+        items.append(part)
+    return items
 
 
 def joined(parts: Iterable[str]) -> str:
-    """As "".join, by which Jinja collects what a template writes."""
+    """Like "".join, with which Jinja collects the output of a template."""
     return "".join(taken(parts))
 
 
