@@ -71,7 +71,7 @@ class Pages:
     def read(self, contexts: Sequence[Sequence[int]]) -> list[Request]:
         """Sequences of their own for contexts, read and compressed; with the last logits."""
         pool = self.runner.pool
-        requests = [Request.by_hand(pool.open()) for _ in contexts]
+        requests = [Request.by_hand(pool.allocate_slot()) for _ in contexts]
         for request, tokens in zip(requests, contexts, strict=True):
             request.prefill_until(len(tokens))
         last: dict[int, Tensor] = {}
@@ -113,7 +113,7 @@ class Pages:
 
     def close(self, requests: list[Request]) -> None:
         for request in requests:
-            self.runner.pool.close(request.open_slot)
+            self.runner.pool.free_slot(request.open_slot)
 
     def footprint(self, request: Request) -> Footprint:
         session = PagedSession(self.runner)
@@ -218,7 +218,7 @@ class Pages:
         if not whole:
             for request, start in zip(requests, starts, strict=True):
                 request.rewind(start)
-            self.runner.pool.shrink(slots, rows)
+            self.runner.pool.truncate(slots, rows)
         return found
 
     @torch.inference_mode()
@@ -235,7 +235,7 @@ class Pages:
         logits = self.runner._logits(hidden[last.to(hidden.device)])
         for request, start, count in zip(requests, starts, counts.tolist(), strict=True):
             request.rewind(start + count)
-        self.runner.pool.shrink(slots, rows + counts[:, None])
+        self.runner.pool.truncate(slots, rows + counts[:, None])
         return logits
 
 

@@ -104,7 +104,7 @@ class Attended:
         how: dict[str, Any] = {"num_slots": slots, "max_tokens": most, "windows": windows}
         self.pool = Pool(layout, size, **how, device=DEVICE)
         self.pool.arena.fill_(255)  # NaN, where nothing is stored
-        self.slots = [self.pool.open() for _ in range(slots)]
+        self.slots = [self.pool.allocate_slot() for _ in range(slots)]
         self.attention = PagedAttention([self.layer], self.pool, None, shape.dtype)
         self.done = dict.fromkeys(self.slots, 0)
 

@@ -69,7 +69,7 @@ def sequences_of(runner: ModelRunner, *prompts: int, more: int = 30) -> list[Req
     for i, length in enumerate(prompts):
         ids = tokens(1, length + more, seed=i)[0].tolist()
         one = Request(id=i, token_ids=ids, num_prompt=length, sampling=SamplingParams())
-        one.slot, one.num_prefill = runner.pool.open(), length
+        one.slot, one.num_prefill = runner.pool.allocate_slot(), length
         found.append(one)
     return found
 

@@ -61,14 +61,14 @@ class FakePool:
     def fits(self, tokens: int, chunk: int | None = None) -> bool:
         return tokens <= self.capacity()
 
-    def demand(self, lengths: np.ndarray, tokens: Sequence[int], chunk: int) -> np.ndarray:
+    def pages_needed(self, lengths: np.ndarray, tokens: Sequence[int], chunk: int) -> np.ndarray:
         after = lengths + np.array(tokens, dtype=np.int64)[:, None]
         return ((-(-after // PAGE)).sum() - (-(-lengths // PAGE)).sum())[None]
 
-    def can_supply(self, pages: np.ndarray) -> bool:
+    def has_free_pages(self, pages: np.ndarray) -> bool:
         return bool(self.used_bytes + pages.sum() <= self.num_pages)
 
-    def open(self) -> int:
+    def allocate_slot(self) -> int:
         slot = self.is_open.index(False)
         self.is_open[slot] = True
         return slot
@@ -77,7 +77,7 @@ class FakePool:
     def open_slots(self) -> list[int]:
         return [slot for slot, is_open in enumerate(self.is_open) if is_open]
 
-    def close(self, slot: int) -> None:
+    def free_slot(self, slot: int) -> None:
         assert self.is_open[slot]
         self.host_lengths[slot], self.is_open[slot] = 0, False
 
@@ -97,7 +97,7 @@ class FakePool:
             raise PoolFull
         self.host_lengths = self.grown(slots, tokens)
 
-    def shrink(self, slot: int, lengths: np.ndarray) -> None:
+    def truncate(self, slot: int, lengths: np.ndarray) -> None:
         assert (lengths <= self.host_lengths[slot]).all()
         self.host_lengths[slot] = lengths
 
@@ -240,7 +240,7 @@ class StubRunner:
         for sequence in chosen:
             slot, most = sequence.slot, sequence.cache.max_cache_tokens
             kept = np.minimum(self.rows[slot], [most, most + PAGE])
-            self.pool.shrink(slot, kept)
+            self.pool.truncate(slot, kept)
             self.rows[slot] = kept
             for position in range(sequence.num_computed - most):
                 self.cells.pop((slot, position), None)
@@ -280,7 +280,7 @@ class PagedStub(StubRunner):
         super().check(batch)
 
     def _cell(self, slot: int, group: int, row: int) -> np.ndarray:
-        page = int(self.pool.tables[slot, group, row // PAGE]) * 16
+        page = int(self.pool.block_tables[slot, group, row // PAGE]) * 16
         return self.pool.arena.numpy().view(np.int32)[page + 4 * (row % PAGE) :][:2]
 
     def _rows_of(self, slot: int, group: int) -> list[list[int]]:
@@ -293,12 +293,12 @@ class PagedStub(StubRunner):
         self._fail(chosen)
         for sequence in chosen:
             slot, most = sequence.slot, sequence.cache.max_cache_tokens
-            self.pool.own(slot)
+            self.pool.make_private(slot)
             kept = np.minimum(self.pool.host_lengths[slot], [most, most + PAGE])
             for group, count in enumerate(kept):
                 for i, row in enumerate(self._rows_of(slot, group)[-count:]):
                     self._cell(slot, group, i)[:] = row
-            self.pool.shrink(slot, kept)
+            self.pool.truncate(slot, kept)
 
 
 class Bench:

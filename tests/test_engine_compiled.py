@@ -55,7 +55,7 @@ def conversation(runner: ModelRunner) -> Tensor:
     found += [step(runner, (a, 1)), step(runner, *((x, 1) for x in (a, b, *others)))]
     found.append(step(runner, (a, 1), (b, 1), (others[0], 3)))
     for x in (a, b, *others):
-        runner.pool.close(x.open_slot)
+        runner.pool.free_slot(x.open_slot)
     return torch.cat(found)
 
 

@@ -103,7 +103,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> tuple[Observer, list[dict[int, list
 
     monkeypatch.setattr(observer, "observe", observe)
     for slot in range(runner.pool.num_slots):
-        runner.pool.open()
+        runner.pool.allocate_slot()
         runner.pool.extend([slot], [1])
     return Observer(runner.attention.view, runner.policy.scorer, {0: module.description}), calls
 
@@ -146,7 +146,7 @@ def test_what_belongs_to_others_is_dropped(kept) -> None:
     on, calls = kept
     ended, replaced, restarted = (sequence(slot, 9) for slot in range(3))
     decode(on, ended, replaced, restarted)
-    on.view.pool.close(ended.open_slot)
+    on.view.pool.free_slot(ended.open_slot)
     restarted.num_computed = 0
     with on.step(
         [StepPart(x.open_slot, x, x.num_computed) for x in (sequence(1, 10), restarted)], 0

@@ -39,18 +39,18 @@ class OutOfMemory(TorchDispatchMode):
 def busy() -> Pool:
     """Three sequences, some pages of which came free, so that slabs can be taken back."""
     p = pool(num_bytes=1 << 16)
-    slots = [p.open() for _ in range(4)]
+    slots = [p.allocate_slot() for _ in range(4)]
     p.extend(slots[:3], [60, 9, 92])
-    p.shrink(0, [58, 6, 58, 2, 58, 1])
-    p.close(1)
-    assert p.open() == 1
+    p.truncate(0, [58, 6, 58, 2, 58, 1])
+    p.free_slot(1)
+    assert p.allocate_slot() == 1
     return p
 
 
 def owned(p: Pool) -> tuple[list[list[int]], int, list[list[int]]]:
     """Lengths, bytes, and the pages of every sequence."""
     pages = -(-p.host_lengths // p.layout.page)
-    tables = p.tables.numpy()
+    tables = p.block_tables.numpy()
     live = [tables[slot, g, :n].tolist() for (slot, g), n in np.ndenumerate(pages)]
     return p.host_lengths.tolist(), p.used_bytes, live
 
@@ -60,9 +60,9 @@ CALLS: dict[str, Callable[[Pool], object]] = {
     "extend, no page": lambda p: p.extend([0], [1]),
     "extend, slabs to take back": lambda p: p.extend([1, 2], [44, 1]),
     "can_extend": lambda p: p.can_extend([1, 2], [44, 1]),
-    "shrink one": lambda p: p.shrink(2, [40, 1, 0, 4, 20, 7]),
-    "shrink two": lambda p: p.shrink([2, 0], torch.zeros(2, 6, dtype=torch.int32)),
-    "close": lambda p: p.close(2),
+    "shrink one": lambda p: p.truncate(2, [40, 1, 0, 4, 20, 7]),
+    "shrink two": lambda p: p.truncate([2, 0], torch.zeros(2, 6, dtype=torch.int32)),
+    "close": lambda p: p.free_slot(2),
     "stats": lambda p: p.stats(),
 }
 
@@ -88,7 +88,7 @@ def test_a_call_that_runs_out_of_memory_changes_nothing(name: str) -> None:
         p.check_integrity()
         assert owned(p)[:2] == owned(whole)[:2]
         for slot in np.flatnonzero(p._is_open):
-            p.close(slot)
+            p.free_slot(slot)
         p.check_integrity()
         assert p.stats().free_bytes == pool(num_bytes=1 << 16).stats().free_bytes
     assert after > 0

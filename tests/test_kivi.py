@@ -119,7 +119,7 @@ def test_pages_equal_a_slow_reference(layout: CacheLayout, seed: int, data) -> N
     dtype = data.draw(st.sampled_from(FLOATS[layout.groups[0].layout.itemsize]))
     width = layout.spec.layers[0].row_width
     pool, rows = pool_of(layout), [numbers(seed + i, dtype, 40, width) for i in range(3)]
-    slots = [pool.open() for _ in rows]
+    slots = [pool.allocate_slot() for _ in rows]
     rounds = st.lists(st.integers(0, 13), min_size=3, max_size=3)
     for counts in data.draw(st.lists(rounds, min_size=1, max_size=3)):
         feed(pool, slots, counts, rows)
@@ -137,7 +137,7 @@ def full_pages(pool: Pool, slot: int) -> list[bytes]:
     for g, group in enumerate(pool.layout.groups):
         form = group.layout
         for i in range(int(pool.layout.num_quantized(pool.host_lengths[slot, g])) // form.page):
-            page = int(pool.tables[slot, g, i]) * 64
+            page = int(pool.block_tables[slot, g, i]) * 64
             for offset, size in (*form.blocks.codes, *form.blocks[1:]):
                 found.append(data[page + offset : page + offset + size])
     return found
@@ -151,7 +151,7 @@ def test_bytes_do_not_depend_on_chunks(layout: CacheLayout, seed: int, cuts: set
     pools = []
     for edges in (range(38), [0, *sorted(cuts), 37]):
         pool = pool_of(layout)
-        slot = pool.open()
+        slot = pool.allocate_slot()
         for a, b in pairwise(edges):
             feed(pool, [slot], [b - a], [rows])
         pools.append(pool)
@@ -169,8 +169,8 @@ def test_bytes_are_where_the_layout_says() -> None:
     assert form.row_bits == 24 * 4 + 2 * 16 + 8 * 2 * 16 / 4
     assert form.residual_block is not None and form.residual_block.page_bytes == 8 * 24 * 2
     pool, rows = pool_of(layout), numbers(0, torch.float16, 9, 24)
-    feed(pool, [pool.open()], [9], [rows])
-    page = pool.arena.cpu()[int(pool.tables[0, 0, 0]) * 64 :]
+    feed(pool, [pool.allocate_slot()], [9], [rows])
+    page = pool.arena.cpu()[int(pool.block_tables[0, 0, 0]) * 64 :]
     blocks = [page[a : a + n] for a, n in places]
     scale, zero = blocks[2].view(torch.float16).float().view(2, 8)
     keys = unpack(blocks[0].view(4, 4), 8, 4) * scale + zero
@@ -187,9 +187,9 @@ def test_pages_and_tails_have_one_owner(seed: int) -> None:
     live: list[int] = []
     for _ in range(80):
         if live and chance.random() < 0.2:
-            pool.close(live.pop(chance.integers(len(live))))
+            pool.free_slot(live.pop(chance.integers(len(live))))
         elif len(live) < 4:
-            live.append(pool.open())
+            live.append(pool.allocate_slot())
         counts = chance.integers(0, 12, len(live)).tolist()
         if pool.can_extend(live, counts):
             pool.extend(live, counts)
@@ -199,8 +199,8 @@ def test_pages_and_tails_have_one_owner(seed: int) -> None:
         held = pages * layout.page_bytes + (rows > 0).sum() * layout.residual_bytes
         assert pool.used_bytes == held == sum(pool.stats().sequence_bytes.values())
     for slot in live:
-        pool.close(slot)
-    slot = pool.open()
+        pool.free_slot(slot)
+    slot = pool.allocate_slot()
     pool.extend([slot], [pool.capacity()])
     assert pool.capacity() == 100 or not pool.can_extend([slot], [1])
 
@@ -214,12 +214,12 @@ def test_only_the_tail_can_be_taken_back() -> None:
         residual=8,
     )
     pool = pool_of(layout)
-    slot = pool.open()
+    slot = pool.allocate_slot()
     pool.extend([slot], [21])
-    pool.shrink(slot, [17])
+    pool.truncate(slot, [17])
     with pytest.raises(AssertionError, match="tails have moved on"):
-        pool.shrink(slot, [16])
-    pool.shrink(slot, [0])
+        pool.truncate(slot, [16])
+    pool.truncate(slot, [0])
     assert pool.used_bytes == 0
 
 

@@ -82,7 +82,7 @@ def test_a_pool_takes_what_was_asked_for(size, tmp_path) -> None:
     full = 2 * layout.spec.geometry.full_numbers
     wanted = size.get("bytes_per_token") or full / size["factor"]
     assert 0.9 * wanted < layout.bits_per_token / 8 <= wanted
-    slot = pool.open()
+    slot = pool.allocate_slot()
     pool.extend([slot], [64])
     blocks = [len(group.layout.segments) + 1 for group in layout.groups]
     aligned = sum(UNIT + BLOCK * count for count in blocks) * 64 // layout.page

@@ -152,7 +152,7 @@ def test_a_model_in_use_is_saved_and_trained_as_before(tmp_path) -> None:
     with torch.no_grad():
         layer.up_proj.weight.mul_(1.5)
     for slot in served.pool.open_slots:
-        served.pool.close(slot)
+        served.pool.free_slot(slot)
     assert (conversation(served) - logits).abs().max() > 1e-3  # it is the same weight
     model(torch.arange(9)[None]).logits.sum().backward()
     assert layer.up_proj.weight.grad.shape == layer.up_proj.weight.shape

@@ -99,8 +99,8 @@ def test_pages_are_read_only_and_counted_once() -> None:
     while llm.engine.has_work:
         llm.engine.step()
     (x,) = llm.engine.scheduler.prefixes._contexts.values()
-    slot = pool.open()
-    pool.attach(slot, [x])
+    slot = pool.allocate_slot()
+    pool.start_from(slot, [x])
     rows, pages = pool.dump(slot)
     assert (rows == context.rows).all() and all(map(torch.equal, pages, before))
 
@@ -217,7 +217,7 @@ class Books:
         ids = [self.rng.randrange(1, VOCAB) for _ in range(self.rng.randrange(8, 30))]
         if len(pool.open_slots) == pool.num_slots:
             return
-        slot = pool.open()
+        slot = pool.allocate_slot()
         if pool.can_extend([slot], [len(ids)]):
             pool.extend([slot], [len(ids)])
             kept = sorted(self.rng.sample(range(len(ids)), self.rng.randrange(1, len(ids))))
@@ -225,11 +225,11 @@ class Books:
             for group, positions in enumerate(rows):
                 for row, position in enumerate(positions):
                     stub._cell(slot, group, row)[:] = ids[position] + 1, position
-            pool.shrink(slot, [len(kept), len(ids)])
+            pool.truncate(slot, [len(kept), len(ids)])
             lengths, pages = pool.dump(slot)
             made = PackedContext(token_ids=tuple(ids), rows=lengths, pages=tuple(pages), made={})
             self.kept[made] = set(kept)
-        pool.close(slot)
+        pool.free_slot(slot)
 
     def drop(self) -> None:
         self.kept.pop(self.rng.choice(list(self.kept)))

@@ -68,7 +68,7 @@ class Stamps:
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
         self.arena = pool.arena.numpy().view(np.int32)
-        self.tables = pool.tables.numpy()
+        self.tables = pool.block_tables.numpy()
         self.words = [group.layout.page_bytes // 4 for group in pool.layout.groups]
         self.stamps: dict[tuple[int, int, int], int] = {}
         self.pages = pool.host_lengths.tolist()
@@ -100,7 +100,7 @@ def snapshot(pool: Pool) -> dict[str, object]:
     """What a caller can see."""
     return {
         "lengths": pool.host_lengths.tolist(),
-        "tables": pool.tables.tolist(),
+        "tables": pool.block_tables.tolist(),
         **asdict(pool.stats()),
     }
 
@@ -108,37 +108,37 @@ def snapshot(pool: Pool) -> dict[str, object]:
 @pytest.mark.parametrize("device", DEVICES)
 def test_life_of_a_sequence(device: str) -> None:
     p = pool(device=device)
-    slot = p.open()
+    slot = p.allocate_slot()
     assert p.host_lengths[slot].tolist() == [0] * 6
     p.extend([slot], [9])
     assert p.stats().sequence_bytes == {slot: 3 * p.layout.page_bytes}
-    tables = p.tables[slot].clone()
+    tables = p.block_tables[slot].clone()
     p.extend([slot], [3])  # the third page still has room
-    assert torch.equal(p.tables[slot], tables)
-    p.shrink(slot, [12, 8, 7, 4, 1, 0])
+    assert torch.equal(p.block_tables[slot], tables)
+    p.truncate(slot, [12, 8, 7, 4, 1, 0])
     p.check_integrity()
     assert p.lengths[slot].tolist() == [12, 8, 7, 4, 1, 0]
-    assert torch.equal(p.tables[slot], tables)
+    assert torch.equal(p.block_tables[slot], tables)
     sizes = [group.layout.page_bytes for group in p.layout.groups]
     kept = sum(pages * size for pages, size in zip([3, 2, 2, 1, 1, 0], sizes, strict=True))
     assert p.used_bytes == kept
-    p.close(slot)
+    p.free_slot(slot)
     p.check_integrity()
-    assert p.used_bytes == 0 and p.open() == slot
+    assert p.used_bytes == 0 and p.allocate_slot() == slot
 
 
 def test_groups_get_different_pages_in_order() -> None:
     p = pool((8, 8), num_bytes=64 * 6)
-    a, b = p.open(), p.open()
+    a, b = p.allocate_slot(), p.allocate_slot()
     p.extend([a, b], [5, 4])
-    owned = [*p.tables[a, :, :2].flatten().tolist(), *p.tables[b, :, 0].tolist()]
+    owned = [*p.block_tables[a, :, :2].flatten().tolist(), *p.block_tables[b, :, 0].tolist()]
     assert sorted(owned) == [0, 1, 2, 3, 4, 5]
 
 
 def test_stats() -> None:
     p = pool((8, 24), num_bytes=192 * 6 + 64 + 30, num_slots=2, max_tokens=16)
     assert p.arena.numel() == 192 * 6 + 64
-    slot = p.open()
+    slot = p.allocate_slot()
     p.extend([slot], [5])  # 2 pages of 64 B (a slab holds 3) and 2 of 192 B
     stats = p.stats()
     assert (stats.total_bytes, stats.used_bytes, stats.free_bytes) == (1216, 512, 64 + 3 * 192)
@@ -149,13 +149,13 @@ def test_stats() -> None:
     assert stats.row_occupancy == 10 / 16
     assert stats.sequence_bytes == {slot: 512}
     assert stats.table_bytes >= 4 * (2 * 2 * 4 + 2 * 2 + 1)
-    p.shrink(slot, [1, 1])
+    p.truncate(slot, [1, 1])
     assert p.used_bytes == 256 and p.stats().high_water_bytes == 512
     p.extend([slot], [1])
     assert p.stats().high_water_bytes == 512
     p.reset_high_water()
     assert p.stats().high_water_bytes == 256
-    p.close(slot)
+    p.free_slot(slot)
     closed = p.stats()
     assert (closed.used_bytes, closed.free_bytes, closed.fragmentation) == (0, 192 * 6, 0.0)
     assert closed.row_occupancy == 1.0 and closed.sequence_bytes == {}
@@ -163,7 +163,7 @@ def test_stats() -> None:
 
 def test_all_or_nothing() -> None:
     p = pool()
-    a, b = p.open(), p.open()
+    a, b = p.allocate_slot(), p.allocate_slot()
     p.extend([a, b], [3, 70])
     before = snapshot(p)
     assert not p.can_extend([a, b], [1, 100])
@@ -178,7 +178,7 @@ def test_all_or_nothing() -> None:
 
 def test_nothing_to_extend() -> None:
     p = pool()
-    slot = p.open()
+    slot = p.allocate_slot()
     p.extend([], [])
     p.extend([slot], [0])
     p.check_integrity()
@@ -187,33 +187,33 @@ def test_nothing_to_extend() -> None:
 
 def test_slots_run_out_and_return() -> None:
     p = pool(num_slots=2)
-    assert (p.open(), p.open()) == (0, 1)
+    assert (p.allocate_slot(), p.allocate_slot()) == (0, 1)
     with pytest.raises(PoolFull, match="2 slots"):
-        p.open()
-    p.close(0)
-    assert p.open() == 0
+        p.allocate_slot()
+    p.free_slot(0)
+    assert p.allocate_slot() == 0
 
 
 @pytest.mark.parametrize("wrong", [[-1, 0], [6, 0], [5], [5, 5, 5]])
 def test_lengths_that_shrink_cannot_reach(wrong: list[int]) -> None:
     p = pool((8, 8))
-    slot = p.open()
+    slot = p.allocate_slot()
     p.extend([slot], [5])
     with pytest.raises(AssertionError):
-        p.shrink(slot, wrong)
+        p.truncate(slot, wrong)
 
 
 @pytest.mark.parametrize("slots", [[0, 0], [0, 2], [0, -1], [0]])
 def test_slots_that_shrink_cannot_take(slots: list[int]) -> None:
     p = pool((8, 8))
-    p.extend([p.open(), p.open()], [5, 5])
+    p.extend([p.allocate_slot(), p.allocate_slot()], [5, 5])
     with pytest.raises(AssertionError):
-        p.shrink(slots, torch.ones(2, 2, dtype=torch.int32))
+        p.truncate(slots, torch.ones(2, 2, dtype=torch.int32))
 
 
 def test_slots_that_extend_cannot_take() -> None:
     p = pool()
-    slot = p.open()
+    slot = p.allocate_slot()
     for slots, tokens in (
         ([1], [1]),
         ([-8], [1]),
@@ -229,17 +229,17 @@ def test_slots_that_extend_cannot_take() -> None:
 def test_classes_trade_slabs() -> None:
     """When one class frees everything, the other grows beyond what it had in the full pool."""
     p = pool((8, 72), num_bytes=1 << 15, max_tokens=1000)
-    slot = p.open()
+    slot = p.allocate_slot()
     p.extend([slot], [p.capacity()])
     full = p.stats().classes
     with pytest.raises(PoolFull):
         p.extend([slot], [8])
-    p.shrink(slot, [p.capacity(), 0])
+    p.truncate(slot, [p.capacity(), 0])
     assert p.stats().classes[1].slabs == 0
     p.extend([slot], [p.capacity() // 2])
     p.check_integrity()
     assert p.stats().classes[0].slabs > full[0].slabs
-    p.close(slot)
+    p.free_slot(slot)
     assert [c.slabs for c in p.stats().classes] == [0, 0]
 
 
@@ -252,12 +252,12 @@ def test_trading_survives_a_changing_mix() -> None:
         keep = np.where((np.arange(8) % 4 < 2) == even, 0.9, 0.15)
         used = []
         for _ in range(300):
-            slot, tokens = p.open(), int(random.integers(16, 128))
+            slot, tokens = p.allocate_slot(), int(random.integers(16, 128))
             while live and not p.can_extend([slot], [tokens]):
                 used.append(p.used_bytes / (1 << 20))
-                p.close(live.pop(random.integers(len(live))))
+                p.free_slot(live.pop(random.integers(len(live))))
             p.extend([slot], [tokens])
-            p.shrink(slot, np.ceil(keep * p.host_lengths[slot]).astype(int))
+            p.truncate(slot, np.ceil(keep * p.host_lengths[slot]).astype(int))
             live.append(slot)
         p.check_integrity()
         assert np.mean(used[-100:]) > 0.85
@@ -269,7 +269,7 @@ def test_exhaustion_and_recovery() -> None:
     for _ in range(3):
         slots = []
         while True:
-            slot = p.open()
+            slot = p.allocate_slot()
             if not p.can_extend([slot], [7]):
                 break
             p.extend([slot], [7])
@@ -278,7 +278,7 @@ def test_exhaustion_and_recovery() -> None:
         first = first or len(slots)
         assert len(slots) == first > 3
         for opened in (*slots, slot):
-            p.close(opened)
+            p.free_slot(opened)
         assert p.used_bytes == 0
 
 
@@ -290,16 +290,16 @@ def test_a_step_never_waits_for_the_device(device: str) -> None:
             return func(*args, **(kwargs or {}))
 
     p = pool(device=device)
-    a, b = p.open(), p.open()
+    a, b = p.allocate_slot(), p.allocate_slot()
     if device == "cuda":
         torch.cuda.set_sync_debug_mode("error")
     try:
         with Watch():
             p.extend([a, b], [9, 2])
-            p.shrink(a, [9, 4, 0, 1, 5, 9])
+            p.truncate(a, [9, 4, 0, 1, 5, 9])
             assert p.can_extend([a, b], [1, 3])
             p.extend([a, b], [1, 3])
-            p.close(b)
+            p.free_slot(b)
     finally:
         if device == "cuda":
             torch.cuda.set_sync_debug_mode("default")
@@ -328,7 +328,7 @@ def test_capacity(widths: list[int], num_bytes: int, page: int) -> None:
     capacity = p.capacity()
     assert capacity >= min(page, 300)
     assert p.fits(capacity) and not p.fits(capacity + 1)
-    slot = p.open()
+    slot = p.allocate_slot()
     assert not p.can_extend([slot], [capacity + 1])
     p.extend([slot], [capacity])
     p.check_integrity()
@@ -336,11 +336,11 @@ def test_capacity(widths: list[int], num_bytes: int, page: int) -> None:
 
 def test_demand_is_what_extending_takes() -> None:
     p = pool((20, 40, 40))
-    a, b = p.open(), p.open()
+    a, b = p.allocate_slot(), p.allocate_slot()
     p.extend([a], [6])
     slots, more = [a, b], [7, 9]
-    pages = p.demand(p.host_lengths[slots], more)
-    assert p.can_supply(pages) and not p.can_supply(pages + 10_000)
+    pages = p.pages_needed(p.host_lengths[slots], more)
+    assert p.has_free_pages(pages) and not p.has_free_pages(pages + 10_000)
     before = [x.used_pages for x in p.stats().classes]
     p.extend(slots, more)
     after = [x.used_pages for x in p.stats().classes]
@@ -350,18 +350,18 @@ def test_demand_is_what_extending_takes() -> None:
 def test_windows_free_pages_on_the_way() -> None:
     """Of the second layer 10 - 1 + 4 - 1 rows stay after a step, and a chunk of 8 comes on top."""
     built = layout(20, 40)
-    p = Pool(built, 2**15, num_slots=2, max_tokens=400, windows=[None, 10])
+    p = Pool(built, 2**15, num_slots=2, max_tokens=400, sliding_windows=[None, 10])
     empty = np.zeros((1, 2), dtype=np.int64)
-    ends = p.demand(empty, [100], chunk=8)
-    assert ends.tolist() == [25, 5] and p.demand(empty, [100]).tolist() == [25, 25]
+    ends = p.pages_needed(empty, [100], chunk=8)
+    assert ends.tolist() == [25, 5] and p.pages_needed(empty, [100]).tolist() == [25, 25]
     assert p.capacity() < p.capacity(chunk=8)
-    assert p.demand(np.array([[50, 12]]), [3], chunk=8).tolist() == [1, 1]
+    assert p.pages_needed(np.array([[50, 12]]), [3], chunk=8).tolist() == [1, 1]
 
 
 def test_a_tiny_arena_takes_the_slab_that_serves_all() -> None:
     """Slabs of one large page lose less at their ends here, but there are too few of them."""
     p = pool((288,) * 11 + (320,) * 10, 200 * UNIT, page=1)
-    p.extend([p.open()], [1])
+    p.extend([p.allocate_slot()], [1])
     p.check_integrity()
 
 
@@ -393,15 +393,15 @@ def test_refused(change: dict[str, int], message: str) -> None:
     ("harm", "message"),
     [
         (lambda p: p.lengths.add_(1), "differ from mirror"),
-        (lambda p: p.tables[0, 1, 0].copy_(p.tables[1, 1, 0]), "overlap"),
-        (lambda p: p.tables[0, 2, 0].add_(1), "outside of slabs"),
-        (lambda p: p._slabs.held.__iadd__(1), r"used \d+ \+ free \d+ = \d+, but"),
+        (lambda p: p.block_tables[0, 1, 0].copy_(p.block_tables[1, 1, 0]), "overlap"),
+        (lambda p: p.block_tables[0, 2, 0].add_(1), "outside of slabs"),
+        (lambda p: p._slabs.slabs_per_class.__iadd__(1), r"used \d+ \+ free \d+ = \d+, but"),
         (lambda p: p._is_open.__setitem__(1, False), "closed slot"),
     ],
 )
 def test_integrity_notices(harm, message: str) -> None:
     p = pool()
-    slots = [p.open(), p.open()]
+    slots = [p.allocate_slot(), p.allocate_slot()]
     p.extend(slots, [5, 9])
     p.check_integrity()
     harm(p)
@@ -425,7 +425,7 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.model) < 4)
     @rule()
     def open(self) -> None:
-        slot = self.pool.open()
+        slot = self.pool.allocate_slot()
         assert slot not in self.model
         self.model[slot] = np.zeros(len(self.pool.layout.groups), dtype=int)
 
@@ -452,7 +452,7 @@ class PoolMachine(RuleBasedStateMachine):
     def shrink(self, data: st.DataObject) -> None:
         slot = data.draw(st.sampled_from(sorted(self.model)))
         self.model[slot] = np.array([data.draw(st.integers(0, n)) for n in self.model[slot]])
-        self.pool.shrink(slot, self.model[slot])
+        self.pool.truncate(slot, self.model[slot])
         self.stamps.update(slot)
 
     @precondition(lambda self: self.model)
@@ -462,7 +462,7 @@ class PoolMachine(RuleBasedStateMachine):
         for slot in slots:
             self.model[slot] = np.array([data.draw(st.integers(0, n)) for n in self.model[slot]])
         lengths = np.stack([self.model[slot] for slot in slots])
-        self.pool.shrink(slots, torch.from_numpy(lengths).int())
+        self.pool.truncate(slots, torch.from_numpy(lengths).int())
         for slot in slots:
             self.stamps.update(slot)
 
@@ -470,7 +470,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def close(self, data: st.DataObject) -> None:
         slot = data.draw(st.sampled_from(sorted(self.model)))
-        self.pool.close(slot)
+        self.pool.free_slot(slot)
         del self.model[slot]
         self.stamps.update(slot)
 
@@ -478,10 +478,10 @@ class PoolMachine(RuleBasedStateMachine):
     @rule()
     def fill(self) -> None:
         """An empty pool takes what it says it takes, whatever happened before."""
-        slot = self.pool.open()
+        slot = self.pool.allocate_slot()
         self.pool.extend([slot], [self.pool.capacity()])
         assert not self.pool.can_extend([slot], [1])
-        self.pool.close(slot)
+        self.pool.free_slot(slot)
 
     @invariant()
     def consistent(self) -> None:
@@ -511,14 +511,14 @@ def test_twenty_thousand_events() -> None:
     for event in range(20_000):
         kind = random.random()
         if not live or (kind < 0.1 and len(live) < 6):
-            live.append(p.open())
+            live.append(p.allocate_slot())
         elif kind < 0.2:
             slot = live.pop(random.integers(len(live)))
-            p.close(slot)
+            p.free_slot(slot)
             stamps.update(slot)
         elif kind < 0.35:
             slot = live[random.integers(len(live))]
-            p.shrink(slot, random.integers(0, p.host_lengths[slot] + 1))
+            p.truncate(slot, random.integers(0, p.host_lengths[slot] + 1))
             stamps.update(slot)
         else:
             slots = live[: random.integers(1, len(live) + 1)]

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from kvfold.cache.prefix import Names
+from kvfold.cache.prefix import BlockHasher
 from kvfold.engine.core.compressions import Schedule
 from kvfold.engine.requests.request import CacheParams, SamplingParams
 from stub import EOS, PAGE, VOCAB, Bench, reference
@@ -135,12 +135,12 @@ def test_evicted_requests_have_the_tokens_they_have_without() -> None:
 
 def test_names_depend_on_all_tokens_before() -> None:
     tokens = list(range(40))
-    names = Names(4).of(tokens, 0, 10)
-    assert len(set(names)) == 10 and names == Names(4).of(tokens, 0, 10)
-    assert Names(4).of([9, *tokens[1:]], 0, 10)[5] not in names
-    assert Names(4, "salt").of(tokens, 0, 1) != names[:1]
-    one = Names(4)
-    assert one.of(tokens, 0, 3) + one.of(tokens, 3, 10) == names
+    names = BlockHasher(4).hashes(tokens, 0, 10)
+    assert len(set(names)) == 10 and names == BlockHasher(4).hashes(tokens, 0, 10)
+    assert BlockHasher(4).hashes([9, *tokens[1:]], 0, 10)[5] not in names
+    assert BlockHasher(4, "salt").hashes(tokens, 0, 1) != names[:1]
+    one = BlockHasher(4)
+    assert one.hashes(tokens, 0, 3) + one.hashes(tokens, 3, 10) == names
 
 
 def shared_prompts(count: int) -> list[tuple[list[int], SamplingParams]]:
@@ -207,7 +207,7 @@ def test_after_an_interrupt_nothing_is_known() -> None:
     bench.runner.fail = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         bench.step()
-    assert bench.pool.kept_bytes == 0
+    assert bench.pool.evictable_bytes == 0
     bench.check()
     bench.drain()
     assert bench.tokens[id] == reference(LONG, asked()) and EOS not in LONG

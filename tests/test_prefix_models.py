@@ -78,7 +78,7 @@ def test_what_was_read_again_is_not_read_once_more(monkeypatch: pytest.MonkeyPat
     assert read.count(0) == len(PROMPTS)
     del read[:]
     pool, kept = llm.runner.pool, []
-    score = pool.score
+    score = pool.copy_scores
     monkeypatch.setattr(pool, "score", lambda slot, x: kept.append(len(x)) or score(slot, x))
     found = [llm.generate([ids], ASKED)[0] for ids in PROMPTS]
     together = llm.generate(PROMPTS, ASKED)

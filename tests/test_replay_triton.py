@@ -152,7 +152,7 @@ def scored(recipe: Recipe | None, evict: str, settings: dict) -> list[Tensor]:
             lengths = runner.pool.host_lengths[one.open_slot]
             assert (lengths < 37).all()
             fewer = [0, 15, 3, 9][: len(lengths)]  # so that groups differ
-            runner.pool.shrink(one.open_slot, lengths - fewer)
+            runner.pool.truncate(one.open_slot, lengths - fewer)
     found.append(step(runner, (one, 1)))
     return found
 

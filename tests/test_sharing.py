@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvfold.cache.pool import PoolFull
-from kvfold.cache.sharing import SharedPages, SharingPool
+from kvfold.cache.sharing import CachedPages, SharingPool
 from kvfold.layout.pages import UNIT
 from test_pool import MIXED, layout
 
@@ -33,7 +33,7 @@ class Rows:
 
     def cells(self, slot: int, group: int, start: int, stop: int) -> torch.Tensor:
         row = torch.arange(start, stop, device=self.pool.device)
-        page = self.pool.tables[slot, group, row // PAGE].long()
+        page = self.pool.block_tables[slot, group, row // PAGE].long()
         return page * (UNIT // 4) + row % PAGE * self.sizes[group]
 
     def write(self, slot: int, group: int, start: int, values: list[int]) -> None:
@@ -59,16 +59,16 @@ class Crowd:
         self.groups = range(len(self.pool.layout.groups))
         self.tokens: dict[int, list[int]] = {}
         self.model: dict[int, list[list[int]]] = {}
-        self.index: dict[tuple[int, ...], SharedPages] = {}
+        self.index: dict[tuple[int, ...], CachedPages] = {}
         self.shared: dict[int, int] = {}  # blocks that are in the index or read, by slot
         self.whole: set[int] = set()  # sequences of which nothing was evicted
         self.seen = dict.fromkeys(("attach", "share", "swap", "own", "evict", "full"), 0)
 
-    def match(self, tokens: list[int]) -> list[SharedPages]:
+    def match(self, tokens: list[int]) -> list[CachedPages]:
         found = []
         for stop in range(PAGE, len(tokens) + 1, PAGE):
             x = self.index.get(tuple(tokens[:stop]))
-            if x is None or not (x.readers or x in self.pool._unread):
+            if x is None or not (x.ref_count or x in self.pool._evictable):
                 break
             found.append(x)
         return found
@@ -76,16 +76,16 @@ class Crowd:
     def open(self) -> None:
         if len(self.tokens) == self.pool.num_slots:
             return
-        slot = self.pool.open()
+        slot = self.pool.allocate_slot()
         ids = [self.rng.choice([1, 1, 1, 2]) for _ in range(self.rng.randrange(40))]
         chain = self.match(ids)
         rows = len(chain) * PAGE
         cost = self.pool.cost(chain, len(ids) - rows, copy=self.copy)
-        if not self.pool.can_supply(cost, chain):
-            self.pool.close(slot)
+        if not self.pool.has_free_pages(cost, chain):
+            self.pool.free_slot(slot)
             self.seen["full"] += 1
             return
-        self.pool.attach(slot, chain, copy=self.copy) if chain else None
+        self.pool.start_from(slot, chain, copy=self.copy) if chain else None
         self.seen["attach"] += bool(chain)
         self.tokens[slot], self.model[slot] = ids[:rows], [ids[:rows] for _ in self.groups]
         self.shared[slot] = len(chain)
@@ -113,10 +113,10 @@ class Crowd:
             known = self.match(list(name))
             if len(known) > number:
                 if not self.copy:
-                    self.pool.swap(slot, known[-1])
+                    self.pool.deduplicate(slot, known[-1])
                     self.seen["swap"] += 1
             elif self.copy:
-                for x in self.pool.keep(slot, number, 1):
+                for x in self.pool.cache_copies(slot, number, 1):
                     self.index[name] = x
             else:
                 (self.index[name],) = self.pool.share(slot, 1)
@@ -124,9 +124,9 @@ class Crowd:
             self.shared[slot] = number + 1
 
     def own(self, slot: int) -> None:
-        if self.pool.can_own(slot):
+        if self.pool.can_make_private(slot):
             self.seen["own"] += self.pool.num_blocks(slot) > 0
-            self.pool.own(slot)
+            self.pool.make_private(slot)
             self.whole.discard(slot)
 
     def evict(self, slot: int) -> None:
@@ -141,11 +141,11 @@ class Crowd:
             self.rows.write(slot, g, 0, mine)
             self.model[slot][g] = mine
             kept.append(len(mine))
-        self.pool.shrink(slot, kept)
+        self.pool.truncate(slot, kept)
         self.seen["evict"] += 1
 
     def close(self, slot: int) -> None:
-        self.pool.close(slot)
+        self.pool.free_slot(slot)
         for x in (self.tokens, self.model, self.shared):
             del x[slot]
         self.whole.discard(slot)
@@ -169,7 +169,9 @@ class Crowd:
             for g, mine in enumerate(groups):
                 assert self.rows.read(slot, g) == mine, f"rows of slot {slot}, group {g}"
         stats = self.pool.stats()
-        assert self.pool.used_bytes + self.pool.kept_bytes + stats.free_bytes <= stats.total_bytes
+        assert (
+            self.pool.used_bytes + self.pool.evictable_bytes + stats.free_bytes <= stats.total_bytes
+        )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -189,12 +191,12 @@ def test_rows_stay_and_pages_are_conserved(copy: bool, device: str) -> None:
         crowd.pool.drop_all()
         crowd.check()
         stats = crowd.pool.stats()
-        assert crowd.pool.kept_bytes == 0 and not sum(x.used_pages for x in stats.classes)
+        assert crowd.pool.evictable_bytes == 0 and not sum(x.used_pages for x in stats.classes)
     assert all(seen[x] for x in seen if x not in ("swap", "own") or not copy), seen
 
 
 def opened(p: SharingPool, tokens: int) -> int:
-    slot = p.open()
+    slot = p.allocate_slot()
     p.extend([slot], [tokens])
     return slot
 
@@ -204,17 +206,17 @@ def test_a_page_that_many_read_counts_once() -> None:
     first = opened(p, 10)
     alone = p.used_bytes
     chain = p.share(first, 2)
-    others = [p.open() for _ in range(3)]
+    others = [p.allocate_slot() for _ in range(3)]
     for slot in others:
-        p.attach(slot, chain)
+        p.start_from(slot, chain)
         p.extend([slot], [1])
     page = p.layout.page_bytes
-    assert p.used_bytes == alone + 3 * page and p.kept_bytes == 0
+    assert p.used_bytes == alone + 3 * page and p.evictable_bytes == 0
     assert p.host_lengths[others[0]].tolist() == [9] * 6
     p.check_integrity()
     for slot in (first, *others):
-        p.close(slot)
-    assert p.used_bytes == 0 and p.kept_bytes == 2 * page
+        p.free_slot(slot)
+    assert p.used_bytes == 0 and p.evictable_bytes == 2 * page
     p.check_integrity()
 
 
@@ -224,12 +226,12 @@ def test_what_nobody_reads_makes_room_oldest_and_deepest_first() -> None:
     for _ in range(2):
         slot = opened(p, 8)
         chains.append(p.share(slot, 2))
-        p.close(slot)
-    assert list(p._unread) == [chains[0][1], chains[0][0], chains[1][1], chains[1][0]]
+        p.free_slot(slot)
+    assert list(p._evictable) == [chains[0][1], chains[0][0], chains[1][1], chains[1][0]]
     p.touch(chains[0])
-    assert next(iter(p._unread)) is chains[1][1]
-    p.extend([p.open()], [p.capacity()])
-    assert p.kept_bytes == 0
+    assert next(iter(p._evictable)) is chains[1][1]
+    p.extend([p.allocate_slot()], [p.capacity()])
+    assert p.evictable_bytes == 0
     p.check_integrity()
 
 
@@ -237,21 +239,21 @@ def test_what_is_to_be_read_is_spared() -> None:
     p = pool()
     slot = opened(p, 8)
     chain = p.share(slot, 2)
-    p.close(slot)
+    p.free_slot(slot)
     most = p.capacity()
     whole = p.cost([], most)
-    assert not p.can_supply(whole, chain) and p.kept_bytes
-    assert p.can_supply(p.cost(chain, most - 8 - 2 * PAGE), chain) and p.kept_bytes
-    assert p.can_supply(whole) and not p.kept_bytes
+    assert not p.has_free_pages(whole, chain) and p.evictable_bytes
+    assert p.has_free_pages(p.cost(chain, most - 8 - 2 * PAGE), chain) and p.evictable_bytes
+    assert p.has_free_pages(whole) and not p.evictable_bytes
 
 
 def test_nothing_is_dropped_where_that_does_not_help() -> None:
     p = pool()
     slot = opened(p, 8)
     p.share(slot, 2)
-    p.close(slot)
-    kept = p.kept_bytes
-    assert not p.can_supply(2 * p.cost([], p.capacity())) and p.kept_bytes == kept
+    p.free_slot(slot)
+    kept = p.evictable_bytes
+    assert not p.has_free_pages(2 * p.cost([], p.capacity())) and p.evictable_bytes == kept
 
 
 def test_a_reader_copies_before_it_changes_pages() -> None:
@@ -261,14 +263,14 @@ def test_a_reader_copies_before_it_changes_pages() -> None:
     for g in range(6):
         rows.write(a, g, 0, list(range(8)))
     chain = p.share(a, 2)
-    b = p.open()
-    p.attach(b, chain)
-    with pytest.raises(AssertionError, match="`own` them first"):
-        p.shrink(b, [3] * 6)
-    p.own(b)
+    b = p.allocate_slot()
+    p.start_from(b, chain)
+    with pytest.raises(AssertionError, match="`make_private` first"):
+        p.truncate(b, [3] * 6)
+    p.make_private(b)
     for g in range(6):
         rows.write(b, g, 0, [7, 7, 7])
-    p.shrink(b, [3] * 6)
+    p.truncate(b, [3] * 6)
     assert rows.read(a, 0) == list(range(8)) and rows.read(b, 5) == [7, 7, 7]
     p.check_integrity()
 
@@ -278,26 +280,28 @@ def test_all_or_nothing() -> None:
     slot = opened(p, 16)
     chain = p.share(slot, 4)
     filler = opened(p, (p.capacity() - 16) // PAGE * PAGE - PAGE)
-    other = p.open()
-    before = p.tables.clone(), p.used_bytes
+    other = p.allocate_slot()
+    before = p.block_tables.clone(), p.used_bytes
     with pytest.raises(PoolFull, match="no room to copy"):
-        p.attach(other, chain, copy=True)
-    p.attach(other, chain)
-    assert not p.can_own(other)
+        p.start_from(other, chain, copy=True)
+    p.start_from(other, chain)
+    assert not p.can_make_private(other)
     with pytest.raises(PoolFull):
-        p.own(other)
-    assert p.used_bytes == before[1] and torch.equal(p.tables[slot], before[0][slot])
+        p.make_private(other)
+    assert p.used_bytes == before[1] and torch.equal(p.block_tables[slot], before[0][slot])
     p.check_integrity()
-    p.close(filler)
-    assert p.can_own(other)
+    p.free_slot(filler)
+    assert p.can_make_private(other)
 
 
 def test_as_many_are_copied_as_there_is_room_for() -> None:
     p = pool()
     slot = opened(p, p.capacity() // PAGE * PAGE - 2 * PAGE)
-    assert len(p.keep(slot, 0, 4)) == 2 and len(p.keep(slot, 2, 4)) == 2  # in place of the others
+    assert (
+        len(p.cache_copies(slot, 0, 4)) == 2 and len(p.cache_copies(slot, 2, 4)) == 2
+    )  # in place of the others
     p.extend([slot], [2 * PAGE])
-    assert not p.keep(slot, 4, 1)
+    assert not p.cache_copies(slot, 4, 1)
     p.check_integrity()
 
 
@@ -305,27 +309,30 @@ def test_reset_frees_everything() -> None:
     p = pool()
     a = opened(p, 9)
     chain = p.share(a, 2)
-    p.attach(p.open(), chain)
+    p.start_from(p.allocate_slot(), chain)
     p.reset()
     p.check_integrity()
-    assert not p.open_slots and p.used_bytes == p.kept_bytes == 0
-    p.extend([p.open()], [p.capacity()])
+    assert not p.open_slots and p.used_bytes == p.evictable_bytes == 0
+    p.extend([p.allocate_slot()], [p.capacity()])
 
 
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (lambda p, x: p.tables[1, 0, :2].copy_(p.tables[1, 0, :2].flip(0)), "reads other pages"),
-        (lambda p, x: setattr(x, "readers", 3), "3 readers counted, 2 found"),
-        (lambda p, x: p._unread_pages.__iadd__(1), "kept pages counted"),
+        (
+            lambda p, x: p.block_tables[1, 0, :2].copy_(p.block_tables[1, 0, :2].flip(0)),
+            "reads other pages",
+        ),
+        (lambda p, x: setattr(x, "ref_count", 3), "ref_count 3, 2 readers found"),
+        (lambda p, x: p._num_evictable.__iadd__(1), "evictable pages counted"),
     ],
 )
 def test_integrity_notices(harm, message: str) -> None:
     p = pool()
     a = opened(p, 8)
     chain = p.share(a, 2)
-    b = p.open()
-    p.attach(b, chain)
+    b = p.allocate_slot()
+    p.start_from(b, chain)
     harm(p, chain[0])
     with pytest.raises(AssertionError, match=message):
         p.check_integrity()
@@ -351,29 +358,29 @@ def test_what_is_dumped_and_loaded_is_the_same_and_nobody_elses() -> None:
     slot = opened(p, 9)
     for g in range(6):
         rows.write(slot, g, 0, list(range(9)))
-    p.shrink(slot, counts)
+    p.truncate(slot, counts)
     lengths, content = p.dump(slot)
     assert lengths.tolist() == counts and sum(map(len, content)) == 3 + 2 + 1 + 1 + 2
     assert not content[0][2, 16:].any() and not content[1][2, 48:].any()  # pages of 1 row
     assert content[0][2, 4:16].all() and content[1][2, 4:48].all()
     other = pool()
-    x = other.unloaded(9, lengths)
+    x = other.placeholder(9, lengths)
     assert not other.has(x)
     other.load(x, content)
     other.check_integrity()
-    readers = [other.open() for _ in range(2)]
+    readers = [other.allocate_slot() for _ in range(2)]
     for reader in readers:
-        other.attach(reader, [x])
+        other.start_from(reader, [x])
         other.extend([reader], [2])
         other.check_integrity()
     for g in range(6):
         assert Rows(other).read(readers[1], g)[: counts[g]] == list(range(counts[g]))
     full = sum(counts[g] // PAGE * other.layout.groups[g].layout.page_bytes for g in range(6))
     once = other.used_bytes - full
-    other.close(readers[0])
-    assert other.used_bytes - full < once and not other.kept_bytes
-    other.own(readers[1])
-    other.shrink(readers[1], [0] * 6)
+    other.free_slot(readers[0])
+    assert other.used_bytes - full < once and not other.evictable_bytes
+    other.make_private(readers[1])
+    other.truncate(readers[1], [0] * 6)
     other.check_integrity()
     other.drop_all()
     assert not other.has(x)

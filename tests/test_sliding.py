@@ -106,7 +106,9 @@ def test_prompts_that_fit_behind_their_windows_are_served(name: str) -> None:
     wanted = [greedy(model_of(name), prompt, 40) for prompt in prompts]
     layout, windows = runner_of(name).pool.layout, attention_windows(model_of(name).config)
     limits = {"num_slots": 3, "max_tokens": 220}
-    pools = (Pool(layout, n * layout.page_bytes, windows=windows, **limits) for n in count(4))
+    pools = (
+        Pool(layout, n * layout.page_bytes, sliding_windows=windows, **limits) for n in count(4)
+    )
     pool = next(pool for pool in pools if pool.fits(190, chunk=8))
     assert not pool.fits(190)
     config = CacheConfig(kv_bytes=pool.arena.numel(), page=PAGE)

@@ -107,14 +107,14 @@ def _costs(runner: ModelRunner, tokens: int, keep: float) -> dict[str, Any]:
 
 @contextmanager
 def _sequence(runner: ModelRunner, tokens: int, keep: float) -> Iterator[Request]:
-    sequence = Request.by_hand(runner.pool.open())
+    sequence = Request.by_hand(runner.pool.allocate_slot())
     sequence.token_ids = [i % 97 + 3 for i in range(tokens)]
     sequence.cache = CacheParams(keep_tokens=keep)
     sequence.prefill_until(tokens)
     try:
         yield sequence
     finally:
-        runner.pool.close(sequence.open_slot)
+        runner.pool.free_slot(sequence.open_slot)
 
 
 def _prefill(runner: ModelRunner, sequence: Request) -> None:

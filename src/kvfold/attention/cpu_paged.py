@@ -88,7 +88,7 @@ class CpuPaged(AttentionBackend):
             pool, slots = self.view.pool, part.slots
             places = [pool.layout.layer_groups[i] for i in self.layers]
             plans = [(at, plan_pages(pool.layout.groups[at], pool.device)) for at in places]
-            listed = cpu.list_pages(plans, pool.tables, slots, pool.lengths[slots])
+            listed = cpu.list_pages(plans, pool.block_tables, slots, pool.lengths[slots])
             self.lists = dict(zip(self.layers, listed, strict=True))
         out = torch.zeros(*q.shape[:3], layer.value_columns.widest)  # fp32
         for pages in self.lists[layer.index]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvfold.cache.eviction.policy import Policy
 from kvfold.cache.eviction.scorers.attention import Observation, as_observation
-from kvfold.cache.pool import NarrowPool, Pool
+from kvfold.cache.pool import LowRankPool, Pool
 from kvfold.layout.pages import CacheLayout
 from kvfold.ops import store
 from kvfold.ops.common.launch import upload
@@ -85,7 +85,7 @@ class PoolView:
     @cached_property
     def low_rank(self) -> "PoolView | None":
         """View of the low-rank rows of unimportant tokens; None if all tokens store the same."""
-        pool = self.pool.narrow
+        pool = self.pool.low_rank
         return None if pool is None else PoolView(pool, None, self.dtype)
 
     @cached_property
@@ -222,7 +222,7 @@ def _most_rows(view: PoolView, batch: int) -> int:
     to one group, otherwise all groups have equally many rows."""
     pool, layout = view.pool, view.pool.layout
     num_groups = max(len(pages.groups) for pages in view.pages.values())
-    if layout.tracked or isinstance(pool, NarrowPool):
+    if layout.tracked or isinstance(pool, LowRankPool):
         num_pages = pool.num_bytes // min(group.layout.page_bytes for group in layout.groups)
     else:
         num_pages = pool.num_bytes // layout.page_bytes * num_groups

@@ -122,7 +122,7 @@ def _number_rows(pool: Pool) -> None:
     words = pool.arena.view(torch.int32)
     for where in pool.layout.layer_groups:
         for kind in plan_pages(pool.layout.groups[where], pool.device).kinds:
-            starts = pool.tables[:, where][:, kind.numbers].long() * 16
+            starts = pool.block_tables[:, where][:, kind.numbers].long() * 16
             row = torch.arange(kind.layout.page, device=pool.device)
             page = torch.arange(starts.shape[-1], device=pool.device)[:, None]
             owned = page * len(row) < pool.lengths[:, where][:, kind.numbers, None, None]

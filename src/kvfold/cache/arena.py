@@ -53,7 +53,7 @@ def _cells(offsets: Tensor, size: int) -> Tensor:
 
 
 @lru_cache
-def row_of_bytes(layout: PageLayout) -> Tensor:
+def entry_of_bytes(layout: PageLayout) -> Tensor:
     """The entry that each byte of a page belongs to, int64 [page_bytes]. Metrics and the gaps
     between blocks get `layout.page`, which is no entry."""
     row_of_byte = torch.full((layout.page_bytes,), layout.page)

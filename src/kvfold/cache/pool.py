@@ -88,18 +88,19 @@ class Pool:
     """Pages for `num_slots` sequences of at most `max_tokens` tokens in an arena of `num_bytes`.
 
     num_bytes: rounded down to a multiple of 64.
-    arena: uint8 [num_bytes, and a scratch page if `spare`], never initialised.
-    tables: block tables int32 [num_slots, G, max_pages], page offsets in units of 64 B; with a
+    arena: uint8 [num_bytes, and a scratch page if `padding_slot`], never initialised.
+    block_tables: int32 [num_slots, G, max_pages], page offsets in units of 64 B; with a
         residual there is one more column, for the residual block. Entries after a group's last page
         are stale: valid offsets, possibly of another sequence's pages.
-    windows: sliding window of each layer in tokens (None: full attention); pages outside it are
+    sliding_windows: window of each layer in tokens (None: full attention); pages outside it are
         freed.
-    narrow: the pool of low-rank entries (unimportant tokens), with the same slots in the same
+    low_rank: the pool of low-rank entries (unimportant tokens), with the same slots in the same
         arena; None if the layout has none.
     lengths: int32 [num_slots, G], rows.
     host_lengths: a copy of lengths in host memory, int64; read only.
-    spare: an extra slot for the dummy sequences that pad a CUDA-graph batch. It has one row, in a
-        scratch page after the first num_bytes, which all groups share. None: there is no such slot.
+    padding_slot: an extra slot for the dummy sequences that pad a CUDA-graph batch. It has one row,
+        in a scratch page after the first num_bytes, which all groups share. None: there is no such
+        slot.
 
     Raises ValueError if the arena cannot hold one page per group, or has more bytes than int32
     offsets can address.
@@ -112,27 +113,33 @@ class Pool:
         *,
         num_slots: int,
         max_tokens: int,
-        windows: Sequence[int | None] | None = None,
-        spare: bool = False,
+        sliding_windows: Sequence[int | None] | None = None,
+        padding_slot: bool = False,
         device: torch.device | str = "cpu",
     ) -> None:
         _check(num_bytes, num_slots, max_tokens)
         self.layout, self.num_slots, self.max_tokens = layout, num_slots, max_tokens
         self.max_pages, self.device = -(-max_tokens // layout.page), torch.device(device)
-        self.spare = num_slots if spare else None
-        shape = (num_slots + spare, len(layout.groups), self.max_pages + bool(layout.residual))
+        self.padding_slot = num_slots if padding_slot else None
+        shape = (
+            num_slots + padding_slot,
+            len(layout.groups),
+            self.max_pages + bool(layout.residual),
+        )
         layouts = [group.layout for group in layout.groups]
         layouts += [tail for x in layouts if (tail := x.residual_block) is not None]
         starts = np.arange(shape[1]) * shape[2]
         self._starts: Ints = np.append(starts, starts + self.max_pages)[: len(layouts)]
-        narrow_groups = () if layout.low_rank is None else layout.low_rank.groups
-        sizes = [x.page_units for x in (*layouts, *(group.layout for group in narrow_groups))]
+        low_rank_groups = () if layout.low_rank is None else layout.low_rank.groups
+        sizes = [x.page_units for x in (*layouts, *(group.layout for group in low_rank_groups))]
         units, classes, users = np.unique(sizes, return_inverse=True, return_counts=True)
         self._class_of = classes[: len(layouts)]
         self._by_class = np.argsort(self._class_of, kind="stable")  # page lists, sorted by class
         self._slabs = Slabs(num_bytes, units, users, self.device)
         self._capacity: dict[int | None, int] = {}  # by length of a prefill chunk
-        layer_limits = [max_tokens if x is None else x + layout.page - 2 for x in windows or ()]
+        layer_limits = [
+            max_tokens if x is None else x + layout.page - 2 for x in sliding_windows or ()
+        ]
         limits = [
             layer_limits[group.layer] if layer_limits else max_tokens for group in layout.groups
         ]
@@ -140,23 +147,23 @@ class Pool:
         # page of rows that have left the window.
         self._max_rows: Ints = np.array(limits)
         self.num_bytes = num_bytes // UNIT * UNIT
-        size = self.num_bytes + spare * int(units.max()) * UNIT
+        size = self.num_bytes + padding_slot * int(units.max()) * UNIT
         self.arena = torch.empty(size, dtype=torch.uint8, device=self.device)
-        self.tables = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        self.block_tables = torch.zeros(shape, dtype=torch.int32, device=self.device)
         self.lengths = torch.zeros(shape[:2], dtype=torch.int32, device=self.device)
-        self.tables[num_slots:], self.lengths[num_slots:] = num_bytes // UNIT, 1
+        self.block_tables[num_slots:], self.lengths[num_slots:] = num_bytes // UNIT, 1
         self.host_lengths: Ints = np.zeros((num_slots, shape[1]), dtype=np.int64)
         self._is_open = np.zeros(num_slots, dtype=bool)
         self._high_water = 0
-        self.narrow: NarrowPool | None = None
+        self.low_rank: LowRankPool | None = None
         if layout.low_rank is not None:
-            self.narrow = NarrowPool(self, layout.low_rank, classes[len(layouts) :])
+            self.low_rank = LowRankPool(self, layout.low_rank, classes[len(layouts) :])
 
     def pages(self, where: slice) -> LayerPages:
         """The pages of the groups `where`, in the form that ops take: views, which follow later
         changes."""
         groups = self.layout.groups[where]
-        return LayerPages(self.arena, self.tables[:, where], self.lengths[:, where], groups)
+        return LayerPages(self.arena, self.block_tables[:, where], self.lengths[:, where], groups)
 
     def capacity(self, chunk: int | None = None) -> int:
         """Most tokens that one sequence can have in an empty pool. With `chunk`, the prompt is
@@ -164,8 +171,10 @@ class Pool:
         between chunks."""
 
         def slabs(tokens: int) -> int:
-            pages = self.demand(np.zeros((1, len(self.layout.groups)), np.int64), [tokens], chunk)
-            return int(ceil_div(pages, self._slabs.per_slab).sum())
+            pages = self.pages_needed(
+                np.zeros((1, len(self.layout.groups)), np.int64), [tokens], chunk
+            )
+            return int(ceil_div(pages, self._slabs.pages_per_slab).sum())
 
         if chunk not in self._capacity:
             most_tokens = bisect_right(
@@ -178,7 +187,7 @@ class Pool:
         """Whether a sequence of `tokens` tokens fits into an empty pool."""
         return tokens <= self.capacity(chunk)
 
-    def demand(self, lengths: Ints, tokens: Sequence[int], chunk: int | None = None) -> Ints:
+    def pages_needed(self, lengths: Ints, tokens: Sequence[int], chunk: int | None = None) -> Ints:
         """Pages [C] that sequences of `lengths` [S, G] rows need for tokens[i] more tokens: all at
         once, or in prefill chunks of `chunk` tokens, after each of which pages outside a sliding
         window are freed."""
@@ -187,14 +196,14 @@ class Pool:
             after = np.minimum(after, np.maximum(self._max_rows + chunk, lengths))
         return self._span(np.arange(len(lengths)), lengths, after).pages
 
-    def can_supply(self, pages: Ints) -> bool:
+    def has_free_pages(self, pages: Ints) -> bool:
         """Whether `pages` [C] pages are free. May wait for the device, as `can_extend`."""
         return self._can_pop(pages)
 
     def _can_pop(self, pages: Ints) -> bool:
         return self._slabs.can_pop(pages)
 
-    def open(self) -> int:
+    def allocate_slot(self) -> int:
         """Allocate the slot of a new, empty sequence. Raises PoolFull if all slots are open."""
         closed = np.flatnonzero(~self._is_open)
         if not len(closed):
@@ -202,11 +211,11 @@ class Pool:
         self._is_open[closed[0]] = True
         return int(closed[0])
 
-    def can_own(self, slot: int) -> bool:
-        """Whether `own` would succeed."""
+    def can_make_private(self, slot: int) -> bool:
+        """Whether `make_private` would succeed."""
         return True
 
-    def own(self, slot: int) -> None:
+    def make_private(self, slot: int) -> None:
         """Make all pages of a sequence private before they are changed (copy-on-write). Does
         nothing here, as this pool shares no pages."""
 
@@ -214,16 +223,16 @@ class Pool:
     def open_slots(self) -> list[int]:
         return [int(slot) for slot in np.flatnonzero(self._is_open)]
 
-    def close(self, slot: int) -> None:
+    def free_slot(self, slot: int) -> None:
         """Free the pages of a sequence and its slot."""
         self._empty(slot)
         self._is_open[slot] = False
 
     def _empty(self, slot: int) -> None:
         """Free all pages of a sequence."""
-        self.shrink(slot, np.zeros_like(self.host_lengths[slot]))
-        if self.narrow is not None:
-            self.narrow.shrink(slot, np.zeros_like(self.narrow.host_lengths[slot]))
+        self.truncate(slot, np.zeros_like(self.host_lengths[slot]))
+        if self.low_rank is not None:
+            self.low_rank.truncate(slot, np.zeros_like(self.low_rank.host_lengths[slot]))
 
     def can_extend(self, slots: Sequence[int], tokens: Sequence[int]) -> bool:
         """Whether `extend` would succeed.
@@ -247,11 +256,11 @@ class Pool:
         slabs = self._slabs
         if span.pages.any():
             pages, slabs = slabs.pop(span.pages)
-            self.tables.view(-1)[self._cells(span)] = pages  # stale until the lengths say so
+            self.block_tables.view(-1)[self._cells(span)] = pages  # stale until the lengths say so
         self._commit(span.slots, lengths, slabs)
         self._high_water = max(self._high_water, self.used_bytes)
 
-    def shrink(self, slots: int | Sequence[int], lengths: Sequence[int] | Ints | Tensor) -> None:
+    def truncate(self, slots: int | Sequence[int], lengths: Sequence[int] | Ints | Tensor) -> None:
         """Truncate group g of slots[i] to its first lengths[i, g] rows; free the whole pages after
         them.
 
@@ -266,11 +275,13 @@ class Pool:
         assert (after >= 0).all() and (after <= before).all(), f"from {before} to {after} rows"
         lost = (after > 0) & (self.layout.num_quantized(after) < self.layout.num_quantized(before))
         packed = self.layout.residual and bool(lost.any())
-        assert not packed, f"from {before} to {after} rows: tails have moved on"
+        assert not packed, (
+            f"from {before} to {after} rows: rows of the residual block were quantised since"
+        )
         span = self._freed(index, after, before)
         slabs = self._slabs
         if span.pages.any():
-            slabs = slabs.push(self.tables.view(-1)[self._cells(span)], span.pages)
+            slabs = slabs.push(self.block_tables.view(-1)[self._cells(span)], span.pages)
         self._commit(index, after, slabs)
 
     def _freed(self, slots: Ints, after: Ints, before: Ints) -> _Span:
@@ -286,7 +297,7 @@ class Pool:
     def _num_taken(self) -> Ints:
         """Pages [C] that are not free."""
         slabs = self._slabs
-        taken: Ints = slabs.held * slabs.per_slab - slabs.num_free
+        taken: Ints = slabs.slabs_per_class * slabs.pages_per_slab - slabs.num_free
         return taken
 
     @property
@@ -303,21 +314,28 @@ class Pool:
     def stats(self) -> PoolStats:
         """Where the bytes are. Waits for the device if pages were freed since the last wait."""
         slabs = self._slabs
-        slabs.take_back()
+        slabs.reclaim_empty()
         page_bytes, free = slabs.units * UNIT, slabs.num_free
         num_pages = self._num_pages(self.host_lengths)
         stored, slot_bytes = int(self.host_lengths.sum()), num_pages @ page_bytes[self._class_of]
         rows = int(num_pages.sum()) * self.layout.page
-        if self.narrow is not None:
-            narrow_pages = self.narrow._num_pages(self.narrow.host_lengths)
-            slot_bytes = slot_bytes + narrow_pages @ page_bytes[self.narrow._class_of]
-            stored += int(self.narrow.host_lengths.sum())
-            rows += int(narrow_pages.sum()) * self.layout.page
-        columns = np.stack((page_bytes, slabs.held * slabs.per_slab - free, free, slabs.held))
+        if self.low_rank is not None:
+            low_rank_pages = self.low_rank._num_pages(self.low_rank.host_lengths)
+            slot_bytes = slot_bytes + low_rank_pages @ page_bytes[self.low_rank._class_of]
+            stored += int(self.low_rank.host_lengths.sum())
+            rows += int(low_rank_pages.sum()) * self.layout.page
+        columns = np.stack(
+            (
+                page_bytes,
+                slabs.slabs_per_class * slabs.pages_per_slab - free,
+                free,
+                slabs.slabs_per_class,
+            )
+        )
         names = ("page_bytes", "used_pages", "free_pages", "slabs")
-        tables = [self.tables, self.lengths, *slabs.free_pages]
-        if self.narrow is not None:
-            tables += [self.narrow.tables, self.narrow.lengths]
+        tables = [self.block_tables, self.lengths, *slabs.free_pages]
+        if self.low_rank is not None:
+            tables += [self.low_rank.block_tables, self.low_rank.lengths]
         return PoolStats(
             total_bytes=self.num_bytes,
             used_bytes=self.used_bytes,
@@ -339,9 +357,9 @@ class Pool:
         host: for tests."""
         self._check_lengths()
         taken = self._taken()
-        if self.narrow is not None:
-            self.narrow._check_lengths()
-            taken = [torch.cat(parts) for parts in zip(taken, self.narrow._taken(), strict=True)]
+        if self.low_rank is not None:
+            self.low_rank._check_lengths()
+            taken = [torch.cat(parts) for parts in zip(taken, self.low_rank._taken(), strict=True)]
         self._slabs.check_integrity(taken)
         assert self.used_bytes <= self._high_water, f"{self.used_bytes} used > {self._high_water}"
 
@@ -360,8 +378,8 @@ class Pool:
     def _offsets(self, span: _Span) -> list[Tensor]:
         """Offsets of the pages of a range, as the block tables have them, one tensor per class."""
         if not span.pages.any():
-            return list(self.tables.new_empty(0).split([0] * len(span.pages)))
-        return list(self.tables.view(-1)[self._cells(span)].split(span.pages.tolist()))
+            return list(self.block_tables.new_empty(0).split([0] * len(span.pages)))
+        return list(self.block_tables.view(-1)[self._cells(span)].split(span.pages.tolist()))
 
     def _num_pages(self, lengths: Ints) -> Ints:
         """Pages of each page list [S, K] for `lengths` [S, G] rows."""
@@ -417,7 +435,9 @@ class Pool:
         lists = order[column]
         count = span.count[row, lists]
         begin = (
-            span.slots[row] * self.tables[0].numel() + self._starts[lists] + span.first[row, lists]
+            span.slots[row] * self.block_tables[0].numel()
+            + self._starts[lists]
+            + span.first[row, lists]
         )
         begin -= np.cumsum(count) - count  # adding 0 .. M-1 then counts from each list's first page
         begin_and_count = upload(np.stack((begin, count)), self.device)
@@ -431,20 +451,20 @@ class Pool:
         self.host_lengths[slots], self._slabs = lengths, slabs
 
 
-class NarrowPool(Pool):
+class LowRankPool(Pool):
     """The low-rank entries of the sequences of another pool, `owner`, whose slots, arena and slabs
     it shares. Groups grow independently, by `extend`, and are freed when the owner closes a
     slot."""
 
     def __init__(self, owner: Pool, layout: CacheLayout, class_of: Ints) -> None:
-        self.owner, self.layout, self.narrow = owner, layout, None
+        self.owner, self.layout, self.low_rank = owner, layout, None
         for name in ("num_slots", "max_tokens", "max_pages", "device", "num_bytes", "arena"):
             setattr(self, name, getattr(owner, name))
-        self.spare, self._is_open = owner.spare, owner._is_open
-        shape = (len(owner.tables), len(layout.groups), self.max_pages)
+        self.padding_slot, self._is_open = owner.padding_slot, owner._is_open
+        shape = (len(owner.block_tables), len(layout.groups), self.max_pages)
         self._starts, self._class_of = np.arange(shape[1]) * shape[2], class_of
         self._by_class = np.argsort(class_of, kind="stable")
-        self.tables = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        self.block_tables = torch.zeros(shape, dtype=torch.int32, device=self.device)
         self.lengths = torch.zeros(shape[:2], dtype=torch.int32, device=self.device)
         self.host_lengths = np.zeros((self.num_slots, shape[1]), dtype=np.int64)
 

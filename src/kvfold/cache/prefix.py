@@ -1,7 +1,7 @@
 """Find shared pages by the tokens that they hold (prefix caching).
 
-A *block* is one page per group, for P consecutive tokens from a multiple of P on. Its name is a
-hash of its tokens and of the previous block's name, so blocks of one name hold the same entries:
+A *block* is one page per group, for P consecutive tokens from a multiple of P on. Its hash
+covers its tokens and the hash of the previous block, so blocks of equal hash hold the same entries:
 those of the same tokens after the same prefix, in one pool.
 """
 
@@ -10,51 +10,51 @@ from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from weakref import WeakValueDictionary
 
-from kvfold.cache.sharing import SharedPages, SharingPool
+from kvfold.cache.sharing import CachedPages, SharingPool
 
-BYTES = 16  # length of a name, long enough that hashes do not collide
+BYTES = 16  # length of a hash, long enough that hashes do not collide
 
 
-class Names:
-    """Names of a sequence's blocks, each computed once. Sequences with different salts share no
-    blocks."""
+class BlockHasher:
+    """Compute the hashes of a sequence's blocks, each once. Sequences with different salts share
+    no blocks."""
 
     def __init__(self, page: int, salt: str = "") -> None:
-        self.page, self._names = page, [blake2b(salt.encode(), digest_size=BYTES).digest()]
+        self.page, self._hashes = page, [blake2b(salt.encode(), digest_size=BYTES).digest()]
 
-    def of(self, tokens: Sequence[int], start: int, stop: int) -> list[bytes]:
-        """Names of blocks start..stop of a sequence, which must begin with the tokens of all
+    def hashes(self, tokens: Sequence[int], start: int, stop: int) -> list[bytes]:
+        """Hashes of blocks start..stop of a sequence, which must begin with the tokens of all
         earlier calls."""
-        for number in range(len(self._names) - 1, stop):
+        for number in range(len(self._hashes) - 1, stop):
             block = array("q", tokens[number * self.page : (number + 1) * self.page])
-            digest = blake2b(block.tobytes(), key=self._names[-1], digest_size=BYTES)
-            self._names.append(digest.digest())
-        return self._names[start + 1 : stop + 1]
+            digest = blake2b(block.tobytes(), key=self._hashes[-1], digest_size=BYTES)
+            self._hashes.append(digest.digest())
+        return self._hashes[start + 1 : stop + 1]
 
 
 class PrefixIndex:
-    """Shared blocks by name. The pool alone decides which blocks are dropped."""
+    """Cached blocks by hash. The pool alone decides which blocks are dropped."""
 
     def __init__(self, pool: SharingPool) -> None:
         self.pool = pool
-        self._blocks: WeakValueDictionary[bytes, SharedPages] = WeakValueDictionary()
+        self._blocks: WeakValueDictionary[bytes, CachedPages] = WeakValueDictionary()
 
-    def get(self, name: bytes) -> SharedPages | None:
-        block = self._blocks.get(name)
+    def get(self, block_hash: bytes) -> CachedPages | None:
+        block = self._blocks.get(block_hash)
         return block if block is not None and self.pool.has(block) else None
 
-    def chain(self, names: Sequence[bytes]) -> list[SharedPages]:
-        """The cached blocks of these names, up to the first that is missing."""
-        return list(self._known(names))
+    def longest_match(self, hashes: Sequence[bytes]) -> list[CachedPages]:
+        """The cached blocks of these hashes, up to the first that is missing."""
+        return list(self._known(hashes))
 
-    def _known(self, names: Sequence[bytes]) -> Iterator[SharedPages]:
-        for name in names:
-            if (block := self.get(name)) is None:
+    def _known(self, hashes: Sequence[bytes]) -> Iterator[CachedPages]:
+        for block_hash in hashes:
+            if (block := self.get(block_hash)) is None:
                 return
             yield block
 
-    def put(self, names: Sequence[bytes], blocks: Sequence[SharedPages]) -> None:
-        self._blocks.update(zip(names, blocks, strict=False))
+    def put(self, hashes: Sequence[bytes], blocks: Sequence[CachedPages]) -> None:
+        self._blocks.update(zip(hashes, blocks, strict=False))
 
     def clear(self) -> None:
         self._blocks.clear()

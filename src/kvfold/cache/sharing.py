@@ -6,8 +6,8 @@ class. A page of the arena is one of
     free | cached with reference count 0 (evictable) | cached with readers | private to a sequence
 
 A sequence begins with shared pages, in every group, and writes only to the private ones after them.
-Shared pages are never written: `own` first makes private copies of them (copy-on-write). Cached
-pages without readers are dropped when pages are needed, least recently used first.
+Shared pages are never written: `make_private` first copies them (copy-on-write). Cached pages
+without readers are dropped when pages are needed, least recently used first.
 """
 
 from collections import OrderedDict
@@ -27,17 +27,17 @@ from kvfold.ops.common.launch import upload
 
 
 @dataclass(eq=False, kw_only=True)
-class SharedPages:
+class CachedPages:
     """Cached pages that nobody changes: for each group, the pages from number `first` [G] on that
     hold its rows up to `rows` [G] (both int64), which are the rows of a sequence's first `tokens`
     tokens.
 
     offsets: int32 [M].
     pages: number of pages per class [C].
-    readers: reference count, the number of sequences that read them.
-    scored: name of the last block of the prompt segment whose re-scoring pass computed the eviction
-        scores of these pages. The scores are valid for every request that shares the prefix up to
-        that block. Empty: there are none.
+    ref_count: the number of sequences that read them.
+    score_key: hash of the last block of the prompt segment whose re-scoring pass computed the
+        eviction scores of these pages. The scores are valid for every request that shares the
+        prefix up to that block. Empty: there are none.
     """
 
     tokens: int
@@ -46,11 +46,11 @@ class SharedPages:
     rows: Ints
     offsets: Tensor
     pages: Ints
-    readers: int = 0
-    scored: bytes = b""
+    ref_count: int = 0
+    score_key: bytes = b""
 
 
-Chain = Sequence[SharedPages]  # consecutive pages of a prefix, from row 0 on
+Chain = Sequence[CachedPages]  # consecutive pages of a prefix, from row 0 on
 
 
 class SharingPool(Pool):
@@ -58,15 +58,15 @@ class SharingPool(Pool):
 
     A *block* is page number n of every group, full: the pages of `page` consecutive tokens before
     any token is evicted. used_bytes counts the pages that sequences hold, shared ones once;
-    kept_bytes those of cached pages without readers, which can be freed at any time.
+    evictable_bytes those of cached pages without readers, which can be freed at any time.
     """
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self._chains: list[list[SharedPages]] = [[] for _ in range(self.num_slots)]
+        self._chains: list[list[CachedPages]] = [[] for _ in range(self.num_slots)]
         # Cached pages with reference count 0, least recently used first.
-        self._unread: OrderedDict[SharedPages, None] = OrderedDict()
-        self._unread_pages: Ints = np.zeros_like(self._slabs.units)
+        self._evictable: OrderedDict[CachedPages, None] = OrderedDict()
+        self._num_evictable: Ints = np.zeros_like(self._slabs.units)
         self._unused = self._slabs.copy()
         self._block_pages = self._by_size(np.ones_like(self._class_of))
         groups = self.layout.groups
@@ -80,42 +80,42 @@ class SharingPool(Pool):
         """How many shared blocks a sequence reads."""
         return len(self._chains[slot])
 
-    def has(self, x: SharedPages) -> bool:
+    def has(self, x: CachedPages) -> bool:
         """Whether these pages are still cached, with or without readers."""
-        return x.readers > 0 or x in self._unread
+        return x.ref_count > 0 or x in self._evictable
 
-    def can_supply(self, pages: Ints, spare: Chain = ()) -> bool:
+    def has_free_pages(self, pages: Ints, keep: Chain = ()) -> bool:
         """Whether `pages` [C] pages are free after cached pages without readers are dropped, other
-        than those in `spare`."""
-        self.touch(spare)
-        return self._can_pop(pages, spare)
+        than those in `keep`."""
+        self.touch(keep)
+        return self._can_pop(pages, keep)
 
     def _add_reader(self, chain: Chain) -> None:
         """Add one to the reference counts."""
         for x in chain:
-            if not x.readers:
-                del self._unread[x]
-                self._unread_pages -= x.pages
-            x.readers += 1
+            if not x.ref_count:
+                del self._evictable[x]
+                self._num_evictable -= x.pages
+            x.ref_count += 1
 
     def _remove_reader(self, chain: Chain) -> None:
         """Take one from the reference counts. Pages that reach 0 stay cached; of a chain, the last
         are dropped first."""
         for x in reversed(chain):
-            x.readers -= 1
-            if not x.readers:
-                self._cache_unread(x)
+            x.ref_count -= 1
+            if not x.ref_count:
+                self._make_evictable(x)
 
     def touch(self, chain: Chain) -> None:
         """Mark these pages as most recently used, so that they are dropped last."""
         for x in reversed(chain):
-            if x in self._unread:
-                self._unread.move_to_end(x)
+            if x in self._evictable:
+                self._evictable.move_to_end(x)
 
-    def _cache_unread(self, x: SharedPages) -> None:
+    def _make_evictable(self, x: CachedPages) -> None:
         """Keep pages without readers until their memory is needed."""
-        self._unread[x] = None
-        self._unread_pages += x.pages
+        self._evictable[x] = None
+        self._num_evictable += x.pages
 
     def cost(self, chain: Chain, tokens: int, *, copy: bool = False) -> Ints:
         """Pages [C] that a sequence must allocate to begin with `chain` and add `tokens` tokens.
@@ -126,9 +126,9 @@ class SharingPool(Pool):
 
     def fits_pages(self, pages: Ints) -> bool:
         """Whether `pages` [C] pages fit in an empty pool."""
-        return int(ceil_div(pages, self._slabs.per_slab).sum()) <= self._slabs.num_slabs
+        return int(ceil_div(pages, self._slabs.pages_per_slab).sum()) <= self._slabs.num_slabs
 
-    def attach(self, slot: int, chain: Chain, *, copy: bool = False) -> None:
+    def start_from(self, slot: int, chain: Chain, *, copy: bool = False) -> None:
         """Start an empty sequence with the rows of a chain: it shares the full pages and copies a
         partial last one. With `copy`, it copies all of them. Raises PoolFull, with nothing
         changed."""
@@ -139,7 +139,7 @@ class SharingPool(Pool):
         stop = self._num_pages(rows)
         self.touch(chain)
         copies, slabs = self._popped(self._between(index, num_read, stop), chain)
-        tables = self.tables.view(-1)
+        tables = self.block_tables.view(-1)
         tables[self._cells(self._between(index, np.zeros_like(stop), stop))] = _offsets(chain)
         self._replace(self._between(index, num_read, stop), copies)
         if not copy:
@@ -148,10 +148,10 @@ class SharingPool(Pool):
         self._commit(index, rows, slabs)
         self._high_water = max(self._high_water, self.used_bytes)
 
-    def can_own(self, slot: int) -> bool:
+    def can_make_private(self, slot: int) -> bool:
         return not self._chains[slot] or self._can_pop(self._read(slot).pages)
 
-    def own(self, slot: int) -> None:
+    def make_private(self, slot: int) -> None:
         """Copy the shared pages of a sequence, so that all of its pages are private. Raises
         PoolFull."""
         if not (chain := self._chains[slot]):
@@ -163,7 +163,7 @@ class SharingPool(Pool):
         self._remove_reader(chain)
         self._high_water = max(self._high_water, self.used_bytes)
 
-    def close(self, slot: int) -> None:
+    def free_slot(self, slot: int) -> None:
         self._empty(slot)
         chain, self._chains[slot] = self._chains[slot], []
         self._remove_reader(chain)
@@ -171,28 +171,28 @@ class SharingPool(Pool):
 
     # Shared pages ---------------------------------------------------------------------------------
 
-    def share(self, slot: int, count: int) -> list[SharedPages]:
+    def share(self, slot: int, count: int) -> list[CachedPages]:
         """Share the next `count` private blocks of a sequence, which is their first reader."""
         first = self.num_blocks(slot)
         self._check_blocks(slot, first, count)
         blocks = self._blocks(first, self._table(slot)[:, first : first + count])
         for x in blocks:
-            x.readers = 1
+            x.ref_count = 1
         self._chains[slot] += blocks
         return blocks
 
-    def swap(self, slot: int, block: SharedPages) -> None:
+    def deduplicate(self, slot: int, block: CachedPages) -> None:
         """Replace the next private block of a sequence by a shared block with the same content, and
         free the private one."""
         number = self.num_blocks(slot)
         self._check_blocks(slot, number, 1)
         private = self._table(slot)[:, number]
         self._add_reader([block])
-        self.tables[slot, self._order, number] = block.offsets
+        self.block_tables[slot, self._order, number] = block.offsets
         slabs = self._slabs.push(private, self._block_pages)
         self._slabs, self._chains[slot] = slabs, [*self._chains[slot], block]
 
-    def keep(self, slot: int, first: int, count: int) -> list[SharedPages]:
+    def cache_copies(self, slot: int, first: int, count: int) -> list[CachedPages]:
         """Cache copies of `count` blocks of a sequence, which keeps its private ones. The copies
         have no readers yet, and metrics of 0. If memory is short, only the first few blocks are
         copied."""
@@ -209,69 +209,69 @@ class SharingPool(Pool):
         blocks = self._blocks(first, offsets.view(-1, count))
         self._slabs = slabs
         for x in reversed(blocks):
-            self._cache_unread(x)
+            self._make_evictable(x)
         return blocks
 
-    def forget(self, slot: int, first: int, count: int) -> None:
+    def clear_scores(self, slot: int, first: int, count: int) -> None:
         """Reset the metrics of `count` blocks that were copied for a sequence."""
         start, stop = (np.full((1, len(self.layout.groups)), x) for x in (first, first + count))
         span = self._between(np.array([slot]), start, stop)
         self._clear_metrics(torch.cat(self._offsets(span)), span)
 
-    def score(self, slot: int, blocks: Sequence[tuple[int, SharedPages, bytes]]) -> None:
+    def copy_scores(self, slot: int, blocks: Sequence[tuple[int, CachedPages, bytes]]) -> None:
         """Copy eviction scores into cached copies of blocks.
 
-        blocks: (block number in the sequence, cached copy, name for its field `scored`). The
+        blocks: (block number in the sequence, cached copy, its new `score_key`). The
             sequence in `slot` holds the same rows, with the metrics of its re-scoring passes.
         """
         if not blocks:
             return
-        numbers, chain, scored_names = zip(*blocks, strict=True)
+        numbers, chain, score_keys = zip(*blocks, strict=True)
         self._check_blocks(slot, 0, max(numbers) + 1)
         source = self._table(slot).index_select(1, upload(np.array(numbers), self.device))
         self._copy(source.flatten(), _offsets(chain), len(chain) * self._block_pages)
-        for block, name in zip(chain, scored_names, strict=True):
-            block.scored = name
+        for block, score_key in zip(chain, score_keys, strict=True):
+            block.score_key = score_key
 
-    def unloaded(self, tokens: int, rows: Ints) -> SharedPages:
+    def placeholder(self, tokens: int, rows: Ints) -> CachedPages:
         """A description of an offloaded prefix: rows [G] of a sequence's first `tokens` tokens.
         `load` allocates its pages."""
         stop = self._num_pages(rows[None])
         pages = self._between(np.arange(1), np.zeros_like(stop), stop).pages
-        return SharedPages(
+        return CachedPages(
             tokens=tokens,
             compressed=True,
             first=np.zeros_like(rows),
             rows=rows,
-            offsets=self.tables.new_empty(0),
+            offsets=self.block_tables.new_empty(0),
             pages=pages,
         )
 
-    def takes(self, rows: Ints, content: Sequence[Tensor]) -> bool:
+    def can_load(self, rows: Ints, content: Sequence[Tensor]) -> bool:
         """Whether `load` accepts this content for rows [G]: the right number of pages per class, of
         the right size."""
         if rows.shape != (len(self.layout.groups),):
             return False
-        pages = self.unloaded(0, rows).pages
+        pages = self.placeholder(0, rows).pages
         shapes = [(n, size * UNIT) for n, size in zip(pages, self._slabs.units, strict=True)]
         return [tuple(x.shape) for x in content] == shapes
 
-    def load(self, x: SharedPages, content: Sequence[Tensor]) -> None:
-        """Allocate pages for an `unloaded` prefix and write their content, uint8 [m, page bytes]
+    def load(self, x: CachedPages, content: Sequence[Tensor]) -> None:
+        """Allocate pages for a `placeholder` and write their content, uint8 [m, page bytes]
         per class, in the order of `dump`. They have no readers yet. Raises PoolFull."""
-        assert not self.has(x), "these have pages"
+        assert not self.has(x), "these pages are loaded already"
         if not self._can_pop(x.pages):
             raise PoolFull(f"no room to load {x.pages.sum()} pages")
         offsets, slabs = self._slabs.pop(x.pages)
         arena.write(self.arena, slabs.units, offsets, x.pages, content)
         x.offsets, self._slabs = offsets, slabs  # last, when nothing can fail any more
-        self._cache_unread(x)
+        self._make_evictable(x)
 
     def dump(self, slot: int) -> tuple[Ints, list[Tensor]]:
         """Copy a sequence to host memory: its rows [G], and its pages, uint8 [m, page bytes] per
         class. Metrics, and bytes that belong to no row (which may be stale data of another
         sequence), are 0."""
-        assert not self.layout.residual, "rows that wait in tails are in no page"
+        assert not self.layout.residual, "unquantised rows of a residual block are in no page"
         rows = self.host_lengths[slot].copy()
         stop = self._num_pages(rows[None])
         span = self._between(np.array([slot]), np.zeros_like(stop), stop)
@@ -284,20 +284,20 @@ class SharingPool(Pool):
             c, count = self._class_of[number], int(stop[0, number])
             list_pages = content[c][begin[c] : begin[c] + count]
             rows_left = torch.arange(count)[:, None] * -self.layout.page + int(rows[number])
-            list_pages[arena.row_of_bytes(self.layout.groups[number].layout) >= rows_left] = 0
+            list_pages[arena.entry_of_bytes(self.layout.groups[number].layout) >= rows_left] = 0
             begin[c] += count
         return rows, content
 
     def drop_all(self) -> None:
         """Free all cached pages without readers."""
-        self._drop(self._unread_pages.copy())
+        self._drop(self._num_evictable.copy())
 
-    def _blocks(self, first: int, offsets: Tensor) -> list[SharedPages]:
+    def _blocks(self, first: int, offsets: Tensor) -> list[CachedPages]:
         """Blocks from number `first` on, with the pages at offsets [G, n], groups sorted by
         class."""
         size, page = len(self.layout.groups), self.layout.page
         return [
-            SharedPages(
+            CachedPages(
                 tokens=(number + 1) * page,
                 first=np.broadcast_to(np.int64(number), size),
                 rows=np.broadcast_to(np.int64((number + 1) * page), size),
@@ -309,17 +309,17 @@ class SharingPool(Pool):
 
     def _check_blocks(self, slot: int, first: int, count: int) -> None:
         self._opened([slot])
-        assert not self.layout.residual, "rows that wait in tails cannot be shared"
+        assert not self.layout.residual, "unquantised rows of a residual block cannot be shared"
         num_full = int(self.host_lengths[slot].min()) // self.layout.page
         assert first + count <= num_full, f"blocks {first}..{first + count} of {num_full}"
         chain = self._chains[slot]
         assert not (chain and chain[0].compressed), (
-            "what is behind a compressed chain cannot be shared"
+            "blocks after a compressed chain cannot be shared"
         )
 
     def _table(self, slot: int) -> Tensor:
         """Block table of one sequence, a copy: int32 [G, ..], groups sorted by class."""
-        return self.tables[slot].index_select(0, self._order)
+        return self.block_tables[slot].index_select(0, self._order)
 
     def _rows(self, chain: Chain) -> Ints:
         """Rows [1, G] of a sequence that begins with this chain."""
@@ -338,19 +338,19 @@ class SharingPool(Pool):
         page = self.layout.page
         return np.concatenate([self._rows(self._chains[slot]) // page for slot in slots])
 
-    def _popped(self, span: _Span, spare: Chain = ()) -> tuple[Tensor, Any]:
+    def _popped(self, span: _Span, keep: Chain = ()) -> tuple[Tensor, Any]:
         """Pages for `span`, and the state of the slabs after they are taken. Raises PoolFull."""
-        if not self._can_pop(span.pages, spare):
+        if not self._can_pop(span.pages, keep):
             raise PoolFull(f"no room to copy {span.pages.sum()} shared pages")
         if not span.pages.any():
-            return self.tables.new_empty(0), self._slabs
+            return self.block_tables.new_empty(0), self._slabs
         return self._slabs.pop(span.pages)
 
     def _replace(self, span: _Span, copies: Tensor) -> None:
         """Copy the pages of a range to the pages at `copies` [M], and enter these in the block
         table."""
         if span.pages.any():
-            cells, tables = self._cells(span), self.tables.view(-1)
+            cells, tables = self._cells(span), self.block_tables.view(-1)
             self._copy(tables[cells], copies, span.pages)
             tables[cells] = copies
 
@@ -369,24 +369,24 @@ class SharingPool(Pool):
 
     # Free memory ----------------------------------------------------------------------------------
 
-    def _can_pop(self, pages: Ints, spare: Chain = ()) -> bool:
-        """Drop cached pages without readers, other than `spare`, until `pages` [C] are free.
+    def _can_pop(self, pages: Ints, keep: Chain = ()) -> bool:
+        """Drop cached pages without readers, other than `keep`, until `pages` [C] are free.
         Whether that succeeded."""
         while not super()._can_pop(pages):
             units, slabs = self._slabs.units, self._slabs
             free = slabs.num_free @ units + len(slabs.free_slabs) * slabs.slab_units
-            if pages @ units > free + self._unread_pages @ units:
+            if pages @ units > free + self._num_evictable @ units:
                 return False
-            if not self._drop(pages - slabs.num_free, frozenset(spare)):
+            if not self._drop(pages - slabs.num_free, frozenset(keep)):
                 return False
         return True
 
-    def _drop(self, pages: Ints, spare: frozenset[SharedPages] = frozenset()) -> bool:
+    def _drop(self, pages: Ints, keep: frozenset[CachedPages] = frozenset()) -> bool:
         """Free cached pages without readers, least recently used first, until `pages` [C] are freed
-        or only `spare` (the most recently used ones) are left. Whether any were freed."""
+        or only `keep` (the most recently used ones) are left. Whether any were freed."""
         needed, dropped = pages.copy(), []
-        for x in self._unread:
-            if x in spare or not (needed > 0).any():
+        for x in self._evictable:
+            if x in keep or not (needed > 0).any():
                 break
             needed -= x.pages
             dropped.append(x)
@@ -396,45 +396,47 @@ class SharingPool(Pool):
         by_class = zip(*(x.offsets.split(x.pages.tolist()) for x in dropped), strict=True)
         slabs = self._slabs.push(torch.cat([x for parts in by_class for x in parts]), total)
         for x in dropped:
-            del self._unread[x]
-        self._unread_pages -= total
+            del self._evictable[x]
+        self._num_evictable -= total
         self._slabs = slabs
         return True
 
     def reset(self) -> None:
         """Close all sequences and drop all pages, even if a change was interrupted."""
         self._slabs = self._unused.copy()
-        self._unread.clear()
-        self._unread_pages = np.zeros_like(self._unread_pages)
+        self._evictable.clear()
+        self._num_evictable = np.zeros_like(self._num_evictable)
         self._chains = [[] for _ in self._chains]
         self._is_open[:] = False
         self.host_lengths[:] = 0
         self.lengths[: self.num_slots] = 0
-        if self.narrow is not None:
-            self.narrow.host_lengths[:] = 0
-            self.narrow.lengths[: self.num_slots] = 0
+        if self.low_rank is not None:
+            self.low_rank.host_lengths[:] = 0
+            self.low_rank.lengths[: self.num_slots] = 0
 
     @property
     def used_bytes(self) -> int:
-        return super().used_bytes - self.kept_bytes
+        return super().used_bytes - self.evictable_bytes
 
     @property
-    def kept_bytes(self) -> int:
+    def evictable_bytes(self) -> int:
         """Bytes of cached pages without readers."""
-        return int(self._unread_pages @ self._slabs.units) * UNIT
+        return int(self._num_evictable @ self._slabs.units) * UNIT
 
     def _freed(self, slots: Ints, after: Ints, before: Ints) -> _Span:
         """Private pages that become free. Shared ones are not cut: `after` keeps all of them, or is
         0 as a sequence closes."""
         num_shared = self._num_read(slots)
         cut = (self._num_pages(after) < num_shared).any(1)
-        assert not after[cut].any(), "shared pages cannot be cut: `own` them first"
+        assert not after[cut].any(), "shared pages cannot be cut: `make_private` first"
         return self._between(
             slots, np.maximum(self._num_pages(after), num_shared), self._num_pages(before)
         )
 
     def _taken(self) -> list[Tensor]:
-        shared = list(dict.fromkeys([*self._unread, *(x for chain in self._chains for x in chain)]))
+        shared = list(
+            dict.fromkeys([*self._evictable, *(x for chain in self._chains for x in chain)])
+        )
         parts = [x.offsets.split(x.pages.tolist()) for x in shared]
         private = super()._taken()
         return [torch.cat([private[c], *(x[c] for x in parts)]) for c in range(len(private))]
@@ -443,7 +445,7 @@ class SharingPool(Pool):
         """Also assert that reference counts are right and that block tables begin with the shared
         pages."""
         super().check_integrity()
-        counts: dict[SharedPages, int] = dict.fromkeys(self._unread, 0)
+        counts: dict[CachedPages, int] = dict.fromkeys(self._evictable, 0)
         for slot, chain in enumerate(self._chains):
             assert self._is_open[slot] or not chain, f"slot {slot} is closed and reads pages"
             for x in chain:
@@ -451,12 +453,12 @@ class SharingPool(Pool):
             if chain:
                 shared = torch.cat(self._offsets(self._read(slot)))
                 assert torch.equal(shared, self._full(chain)), f"slot {slot} reads other pages"
-        for x, readers in counts.items():
-            assert x.readers == readers, f"{x.readers} readers counted, {readers} found"
-            assert (readers == 0) == (x in self._unread), "kept and read"
-        num_unread = sum((x.pages for x in self._unread), np.zeros_like(self._unread_pages))
-        assert (num_unread == self._unread_pages).all(), (
-            f"{self._unread_pages} kept pages counted, not {num_unread}"
+        for x, count in counts.items():
+            assert x.ref_count == count, f"ref_count {x.ref_count}, {count} readers found"
+            assert (count == 0) == (x in self._evictable), "evictable and read"
+        num_evictable = sum((x.pages for x in self._evictable), np.zeros_like(self._num_evictable))
+        assert (num_evictable == self._num_evictable).all(), (
+            f"{self._num_evictable} evictable pages counted, not {num_evictable}"
         )
 
     def _full(self, chain: Chain) -> Tensor:

@@ -22,7 +22,7 @@ USUAL, MOST = 16, 128  # smallest (in a large arena) and largest size of a slab,
 class Slabs:
     """Free pages of each byte class, and the slabs from which pages are cut. Offsets are in units.
 
-    units [C]: units of a page; per_slab [C]: pages of a slab; held [C]: slabs of a class.
+    units [C]: units of a page; pages_per_slab [C]; slabs_per_class [C].
     free_pages: int32 offsets on the device, num_free[c] of class c, taken from the end; free_slabs:
     numbers of free slabs, taken from the front.
     """
@@ -30,9 +30,9 @@ class Slabs:
     def __init__(self, num_bytes: int, units: Ints, groups: Ints, device: torch.device) -> None:
         self.units, self.device = units, device
         self.slab_units = slab_units(num_bytes, units, groups)
-        self.per_slab: Ints = self.slab_units // units
+        self.pages_per_slab: Ints = self.slab_units // units
         self.num_slabs = num_bytes // UNIT // self.slab_units
-        self.held: Ints = np.zeros_like(units)
+        self.slabs_per_class: Ints = np.zeros_like(units)
         self.num_free: Ints = np.zeros_like(units)
         self.free_slabs: Ints = np.arange(self.num_slabs)
         self.free_pages = [torch.empty(0, dtype=torch.int32, device=device) for _ in units]
@@ -40,12 +40,12 @@ class Slabs:
 
     def to_take(self, pages: Ints) -> Ints:
         """Slabs [C] that each class must take before it has `pages` [C] free pages."""
-        return ceil_div(np.maximum(pages - self.num_free, 0), self.per_slab)
+        return ceil_div(np.maximum(pages - self.num_free, 0), self.pages_per_slab)
 
     def can_pop(self, pages: Ints) -> bool:
         """Whether `pages` [C] pages are free, if need be after empty slabs are taken back."""
         if self.to_take(pages).sum() > len(self.free_slabs):
-            self.take_back()
+            self.reclaim_empty()
         return bool(self.to_take(pages).sum() <= len(self.free_slabs))
 
     def pop(self, pages: Ints) -> tuple[Tensor, "Slabs"]:
@@ -63,7 +63,7 @@ class Slabs:
     def copy(self) -> "Slabs":
         """A copy to change; the pool adopts it once nothing can fail any more."""
         after = copy(self)
-        after.held, after.num_free = self.held.copy(), self.num_free.copy()
+        after.slabs_per_class, after.num_free = self.slabs_per_class.copy(), self.num_free.copy()
         after.free_pages = self.free_pages.copy()
         return after
 
@@ -71,10 +71,12 @@ class Slabs:
         """Cut slabs into free pages of class c. They are used last, so that older slabs stay
         full."""
         if len(slabs):
-            starts = slabs[:, None] * self.slab_units + np.arange(self.per_slab[c]) * self.units[c]
+            starts = (
+                slabs[:, None] * self.slab_units + np.arange(self.pages_per_slab[c]) * self.units[c]
+            )
             pages = upload(starts.ravel().astype(np.int32), self.device)
             self.free_pages[c] = torch.cat((pages, self.free_pages[c]))
-            self.held[c] += len(slabs)
+            self.slabs_per_class[c] += len(slabs)
             self.num_free[c] += starts.size
 
     def push(self, offsets: Tensor, pages: Ints) -> "Slabs":
@@ -87,7 +89,7 @@ class Slabs:
         after._emptied = True
         return after
 
-    def take_back(self) -> None:
+    def reclaim_empty(self) -> None:
         """Return slabs whose pages are all free to the free slabs. Nothing else here waits for the
         device.
 
@@ -97,12 +99,12 @@ class Slabs:
         for c, free in enumerate(self.free_pages if self._emptied else ()):
             slab = free.long() // self.slab_units
             num_free = torch.bincount(slab, minlength=self.num_slabs)
-            is_empty = num_free == int(self.per_slab[c])
+            is_empty = num_free == int(self.pages_per_slab[c])
             empty_slabs = is_empty.nonzero().flatten().cpu().numpy()
             by_fill = (num_free[slab] * self.num_slabs + slab).argsort(descending=True)
-            self.free_pages[c] = free[by_fill[len(empty_slabs) * int(self.per_slab[c]) :]]
-            self.held[c] -= len(empty_slabs)
-            self.num_free[c] -= len(empty_slabs) * self.per_slab[c]
+            self.free_pages[c] = free[by_fill[len(empty_slabs) * int(self.pages_per_slab[c]) :]]
+            self.slabs_per_class[c] -= len(empty_slabs)
+            self.num_free[c] -= len(empty_slabs) * self.pages_per_slab[c]
             self.free_slabs = np.concatenate((empty_slabs, self.free_slabs))
         self._emptied = False
 
@@ -112,16 +114,18 @@ class Slabs:
         starts, ends, slabs = [], [], [self.free_slabs]
         for c, (taken, free) in enumerate(zip(owned, self.free_pages, strict=True)):
             used, unused = len(taken), len(free)
-            total = self.held[c] * self.per_slab[c]
+            total = self.slabs_per_class[c] * self.pages_per_slab[c]
             assert unused == self.num_free[c], f"{unused} free pages, counted {self.num_free[c]}"
             assert used + unused == total, (
                 f"pages of {self.units[c] * UNIT} B: used {used} + free {unused} = {used + unused},"
-                f" but {self.held[c]} slabs * {self.per_slab[c]} = {total}"
+                f" but {self.slabs_per_class[c]} slabs * {self.pages_per_slab[c]} = {total}"
             )
             start: Ints = torch.cat((taken, free)).cpu().numpy().astype(np.int64)
             slab, within = np.divmod(start, self.slab_units)
             number, rest = np.divmod(within, self.units[c])
-            assert not rest.any() and (number < self.per_slab[c]).all(), f"outside of slabs {slab}"
+            assert not rest.any() and (number < self.pages_per_slab[c]).all(), (
+                f"outside of slabs {slab}"
+            )
             starts.append(start)
             ends.append(start + self.units[c])
             slabs.append(np.unique(slab))

@@ -27,11 +27,11 @@ class PagedSession(Session):
         self.can_rewind = runner.can_rewind
 
     def __enter__(self) -> Self:
-        self.sequence = Request.by_hand(self.runner.pool.open())
+        self.sequence = Request.by_hand(self.runner.pool.allocate_slot())
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.runner.pool.close(self.sequence.open_slot)
+        self.runner.pool.free_slot(self.sequence.open_slot)
 
     def _append(self, ids: Tensor, last: bool) -> Tensor:
         (tokens,), sequence = ids.tolist(), self.sequence
@@ -76,9 +76,9 @@ class PagedSession(Session):
         pages = -(-packed // layout.page) + (packed < rows)
         tails = [group.layout.residual_block or group.layout for group in layout.groups]
         bits = packed @ [group.layout.row_bits for group in layout.groups]
-        if pool.narrow is not None:
-            less = pool.narrow.host_lengths[slot]
-            bits += less @ [group.layout.row_bits for group in pool.narrow.layout.groups]
+        if pool.low_rank is not None:
+            less = pool.low_rank.host_lengths[slot]
+            bits += less @ [group.layout.row_bits for group in pool.low_rank.layout.groups]
             pages += -(-less // layout.page)
         bits += (rows - packed) @ [tail.row_bits for tail in tails]
         held = pool.stats().sequence_bytes[slot]
@@ -96,4 +96,4 @@ class PagedSession(Session):
     def rewind(self, mark: tuple[int, Tensor]) -> None:
         position, lengths = mark
         self.sequence.rewind(position)
-        self.runner.pool.shrink(self.sequence.open_slot, lengths)
+        self.runner.pool.truncate(self.sequence.open_slot, lengths)

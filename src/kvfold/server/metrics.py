@@ -161,7 +161,7 @@ class _Now(Collector):
         for state, count in (
             ("total", pool.num_bytes),
             ("used", used),
-            ("kept", pool.kept_bytes),
+            ("kept", pool.evictable_bytes),
             ("free", pool.free_bytes),
         ):
             held.add_metric([self.model, state], count)

@@ -173,7 +173,7 @@ class LLM:
             )
         if wanted is False and not self.shares_no_prefix:
             self.shares_no_prefix = "as asked"
-        if runner.sliding or runner.pool.layout.residual or runner.pool.narrow is not None:
+        if runner.sliding or runner.pool.layout.residual or runner.pool.low_rank is not None:
             return None
         return PrefixCache(runner.pool, runner.policy, blocks=self.shares_no_prefix is None)
 
@@ -402,7 +402,7 @@ class LLM:
         check_pages(self.runner)
         context.check(self._context_key)
         self._check_ids("context", [context.largest_id])
-        if not self.runner.pool.takes(context.rows, context.pages):
+        if not self.runner.pool.can_load(context.rows, context.pages):
             raise SettingError("`context` has pages of other sizes than its rows: pack it again")
         tokens, most = len(context.token_ids), self.runner.pool.max_tokens
         if tokens >= most:

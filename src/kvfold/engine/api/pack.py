@@ -36,7 +36,7 @@ def check_pages(runner: ModelRunner) -> None:
             "a `context` cannot be packed where its last rows wait unquantised: leave `residual` "
             "and `format` out"
         )
-    if runner.pool.narrow is not None:
+    if runner.pool.low_rank is not None:
         raise SettingError(
             "a `context` cannot be packed where rows have two widths: compress the model without "
             "`hybrid`, and set `evict`"
@@ -108,7 +108,7 @@ class Packer:
     @contextmanager
     def _read(self, ids: list[int], keep: float) -> Iterator[Request]:
         """A sequence that has read the context."""
-        sequence = Request.by_hand(self.pool.open())
+        sequence = Request.by_hand(self.pool.allocate_slot())
         sequence.token_ids, sequence.cache = list(ids), CacheParams(keep_tokens=keep)
         sequence.prefill_until(len(ids))
         try:
@@ -117,7 +117,7 @@ class Packer:
                 self.say("reading", sequence.num_computed, len(ids))
             yield sequence
         finally:
-            self.pool.close(sequence.open_slot)
+            self.pool.free_slot(sequence.open_slot)
 
     def _step(self, sequence: Request, count: int, run: Callable[[Batch], Any]) -> Any:
         try:
@@ -163,7 +163,7 @@ class Packer:
         sequence.rewind(size)
         sequence.num_scored = scored
         sequence.prefill_until(size)
-        self.pool.shrink(sequence.open_slot, lengths)
+        self.pool.truncate(sequence.open_slot, lengths)
         target = torch.tensor(wanted, device=logits.device)
         before = logits[len(words) - 1 : -1]
         return float(cross_entropy(before, target, reduction="sum"))

@@ -179,7 +179,7 @@ class Compressions:
 
     def _rows(self, requests: list[Request]) -> Ints:
         """In the cache, of every group [S, G], of both widths where there are two."""
-        slots, narrow = [request.open_slot for request in requests], self.pool.narrow
+        slots, narrow = [request.open_slot for request in requests], self.pool.low_rank
         rows: Ints = self.pool.host_lengths[slots]
         return rows if narrow is None else rows + narrow.host_lengths[slots]
 

@@ -14,13 +14,13 @@ import numpy as np
 from kvfold.cache.eviction.policy import Policy
 from kvfold.cache.eviction.scorers.rescoring import as_rescoring
 from kvfold.cache.pool import Pool
-from kvfold.cache.prefix import Names, PrefixIndex
-from kvfold.cache.sharing import SharedPages, SharingPool
+from kvfold.cache.prefix import BlockHasher, PrefixIndex
+from kvfold.cache.sharing import CachedPages, SharingPool
 from kvfold.engine.requests.packed import PackedContext
 from kvfold.engine.requests.request import Request
 from kvfold.layout.pages import Ints
 
-Chain = list[SharedPages]
+Chain = list[CachedPages]
 KNOWN = frozenset(
     {"attention", "keys", "learned", "queries", "rescoring", "values"}
 )  # needs of scorers
@@ -35,7 +35,7 @@ def refusal(
         return "layers with a sliding window drop old rows, and move others, as a sequence goes on"
     if pool.layout.residual:
         return "the last rows of a sequence wait unquantised in a page of its own"
-    if pool.narrow is not None:
+    if pool.low_rank is not None:
         return "rows of unimportant tokens become narrow and move, as a sequence goes on"
     if repairs:
         return "rows are repaired for queries of all tokens, those that would be skipped too"
@@ -78,9 +78,9 @@ class Prefixes:
         """Whether an empty pool holds so many tokens of a request."""
         return self._pool.fits(tokens, self._chunk)
 
-    def can_supply(self, pages: Ints, chain: Chain) -> bool:
+    def has_free_pages(self, pages: Ints, chain: Chain) -> bool:
         """Whether so many pages [C] are free, or can be and leave the chain alone."""
-        return self._pool.can_supply(pages)
+        return self._pool.has_free_pages(pages)
 
     def begin(self, request: Request, chain: Chain) -> Ints | int:
         """A request has its slot, and begins with a chain: the pages [C] that this took."""
@@ -98,13 +98,13 @@ class Prefixes:
     def reset(self) -> None:
         """Close all slots, and forget everything."""
         for slot in self._pool.open_slots:
-            self._pool.close(slot)
+            self._pool.free_slot(slot)
 
 
 def _pages(pool: Pool, chunk: int, rows: int) -> Ints:
     """Of every class, for a new sequence of so many rows."""
     none = np.zeros((1, len(pool.layout.groups)), dtype=np.int64)
-    return pool.demand(none, [rows], chunk)
+    return pool.pages_needed(none, [rows], chunk)
 
 
 class PrefixCache(Prefixes):
@@ -115,7 +115,7 @@ class PrefixCache(Prefixes):
         self, pool: SharingPool, policy: Policy | None = None, *, blocks: bool = True
     ) -> None:
         self.blocks = blocks
-        self._contexts: WeakKeyDictionary[PackedContext, SharedPages] = WeakKeyDictionary()
+        self._contexts: WeakKeyDictionary[PackedContext, CachedPages] = WeakKeyDictionary()
         # Then metrics of all rows change while a sequence reads them.
         self._watched = policy is not None and "attention" in policy.scorer.needs
         self.pool, self.page, self.index = pool, pool.layout.page, PrefixIndex(pool)
@@ -134,17 +134,17 @@ class PrefixCache(Prefixes):
         if not self._shares(request):
             return []
         names = self._names(request, 0, self._most(request))
-        chain = self.index.chain(names)
+        chain = self.index.longest_match(names)
         waits = len(chain) < len(names) and names[len(chain)] in self._coming
         return None if waits else chain
 
     def _shares(self, request: Request) -> bool:
         return self.blocks and request.cache.prefix_caching
 
-    def _pages_of(self, context: PackedContext) -> SharedPages:
+    def _pages_of(self, context: PackedContext) -> CachedPages:
         """Of a packed context, once for all who read it."""
         if context not in self._contexts:
-            self._contexts[context] = self.pool.unloaded(len(context.token_ids), context.rows)
+            self._contexts[context] = self.pool.placeholder(len(context.token_ids), context.rows)
         return self._contexts[context]
 
     def holds(self, context: PackedContext) -> bool:
@@ -156,8 +156,8 @@ class PrefixCache(Prefixes):
 
     def _names(self, request: Request, start: int, stop: int) -> list[bytes]:
         if request.names is None:
-            request.names = Names(self.page, request.cache.cache_salt or "")
-        return request.names.of(request.token_ids, start, stop)
+            request.names = BlockHasher(self.page, request.cache.cache_salt or "")
+        return request.names.hashes(request.token_ids, start, stop)
 
     def cost(self, chain: Chain, rows: int) -> Ints:
         pages = self.pool.cost(chain, rows - _tokens(chain), copy=self._copied(chain))
@@ -175,15 +175,15 @@ class PrefixCache(Prefixes):
         rest = self.pool.cost([x], tokens - x.tokens, copy=self._watched)
         return tokens <= self.pool.max_tokens and self.pool.fits_pages(x.pages + rest)
 
-    def can_supply(self, pages: Ints, chain: Chain) -> bool:
-        return self.pool.can_supply(pages, chain)
+    def has_free_pages(self, pages: Ints, chain: Chain) -> bool:
+        return self.pool.has_free_pages(pages, chain)
 
     def begin(self, request: Request, chain: Chain) -> Ints | int:
         taken = self.cost(chain, _tokens(chain))
         if request.context is not None:
             self._load(request.context)
         if chain:
-            self.pool.attach(request.open_slot, chain, copy=self._copied(chain))
+            self.pool.start_from(request.open_slot, chain, copy=self._copied(chain))
             request.advance(_tokens(chain))
         shares = request.context is not None or self._shares(request)
         if shares and not request.num_restarts:
@@ -195,8 +195,8 @@ class PrefixCache(Prefixes):
         elif self._shares(request):
             count = self._scored(request, chain)
             request.num_scored = _tokens(chain[:count])
-            if any(x.scored for x in chain[count:]):  # as another's next tokens had it
-                self.pool.forget(request.open_slot, count, len(chain) - count)
+            if any(x.score_key for x in chain[count:]):  # as another's next tokens had it
+                self.pool.clear_scores(request.open_slot, count, len(chain) - count)
             self._announce(request, chain)
         return taken
 
@@ -206,7 +206,7 @@ class PrefixCache(Prefixes):
             return 0
         size, names = self._piece // self.page, self._names(request, 0, len(chain))
         pieces = range(0, len(chain) - size + 1, size)
-        own = (all(x.scored == names[i + size - 1] for x in chain[i : i + size]) for i in pieces)
+        own = (all(x.score_key == names[i + size - 1] for x in chain[i : i + size]) for i in pieces)
         return size * sum(takewhile(bool, own))
 
     def _load(self, context: PackedContext) -> None:
@@ -243,7 +243,7 @@ class PrefixCache(Prefixes):
                 for name in own:
                     block = self.index.get(name)
                     assert block is not None
-                    self.pool.swap(slot, block)
+                    self.pool.deduplicate(slot, block)
             else:
                 self.index.put(own, self.pool.share(slot, len(own)))
 
@@ -253,9 +253,9 @@ class PrefixCache(Prefixes):
         for known, some in groupby(names, key=lambda x: self.index.get(x) is not None):
             own = list(some)
             if not known:
-                self.index.put(own, self.pool.keep(request.open_slot, number, len(own)))
+                self.index.put(own, self.pool.cache_copies(request.open_slot, number, len(own)))
             number += len(own)
-        self.pool.touch(self.index.chain(self._names(request, 0, number)))
+        self.pool.touch(self.index.longest_match(self._names(request, 0, number)))
 
     def scored(self, request: Request) -> None:
         if not self._piece or request.num_indexed is None or not self._shares(request):
@@ -268,9 +268,9 @@ class PrefixCache(Prefixes):
         for number, name in enumerate(names):
             piece = names[number // size * size + size - 1]
             block = self.index.get(name)
-            if block is not None and block.scored != piece:
+            if block is not None and block.score_key != piece:
                 stale.append((number, block, piece))
-        self.pool.score(request.open_slot, stale)
+        self.pool.copy_scores(request.open_slot, stale)
 
     def _forget(self, request: Request, names: list[bytes]) -> None:
         for name in names:

@@ -139,7 +139,7 @@ class Scheduler:
         self.num_steps -= 1
         for chunk in batch.chunks:
             slot = chunk.request.open_slot
-            self.pool.shrink(slot, self.pool.host_lengths[slot] - 1)
+            self.pool.truncate(slot, self.pool.host_lengths[slot] - 1)
 
     def adopt(self, request: Request, computed: int) -> None:
         """Run a waiting request as if its first `computed` tokens had been computed: their rows get
@@ -219,7 +219,7 @@ class Scheduler:
 
     def _make_room(self) -> Plan:
         """Compress, pre-empt or end until what must go on has pages; what that is."""
-        while (plan := self._first()) and not self.pool.can_supply(self._demand(plan)):
+        while (plan := self._first()) and not self.pool.has_free_pages(self._demand(plan)):
             if not (self.when.before_preempt and self.compressions.free_rows(self.num_steps)):
                 self._preempt()
         return plan
@@ -238,7 +238,7 @@ class Scheduler:
         return self.prefixes.fits(request, len(request.token_ids))
 
     def _start(self, request: Request) -> None:
-        request.run(self.pool.open())
+        request.run(self.pool.allocate_slot())
         self.running.append(request)
         self.waiting.remove(request)
 
@@ -250,14 +250,14 @@ class Scheduler:
     def _leave(self, request: Request, slot: int) -> None:
         """A request gives its slot back."""
         self.prefixes.leave(request)
-        self.pool.close(slot)
+        self.pool.free_slot(slot)
         self.running.remove(request)
         self.compressions.leave(request)
 
     def _demand(self, plan: Plan) -> Ints:
         """Pages of every class for so many more tokens of each."""
         lengths = self.pool.host_lengths[[request.open_slot for request in plan]]
-        return self.pool.demand(lengths, list(plan.values()), self.chunk)
+        return self.pool.pages_needed(lengths, list(plan.values()), self.chunk)
 
     # Prefill ------------------------------------------------------------------------------------
 
@@ -293,7 +293,7 @@ class Scheduler:
         for request in prefills:
             tokens = self._chunk(request, left)
             pages = pages + self._demand({request: tokens})
-            if tokens < 1 or not self.pool.can_supply(pages):
+            if tokens < 1 or not self.pool.has_free_pages(pages):
                 return
             plan[request] = tokens
             left -= tokens
@@ -311,7 +311,7 @@ class Scheduler:
         if self._early() and any(request.prefilled for request in self.running):
             return
         pages = self._demand({x: x.rows_ahead(self.headroom) for x in self.running})
-        if not self.pool.can_supply(pages):
+        if not self.pool.has_free_pages(pages):
             return
         left, late, looked = self._left(plan), None, 0
         for request in tuple(self.waiting):
@@ -327,7 +327,7 @@ class Scheduler:
                 continue
             need = self.prefixes.cost(chain, request.rows_ahead(self.headroom))
             beside = need if self.running else self.prefixes.cost(chain, request.num_pending)
-            if not self.prefixes.can_supply(pages + beside, chain):
+            if not self.prefixes.has_free_pages(pages + beside, chain):
                 late = late or request
                 continue
             if late is not None:

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 import numpy as np
 from torch import Tensor
 
-from kvfold.cache.prefix import Names
+from kvfold.cache.prefix import BlockHasher
 from kvfold.engine.requests.packed import PackedContext
 from kvfold.engine.requests.params import CacheParams as CacheParams
 from kvfold.engine.requests.params import SamplingParams as SamplingParams
@@ -121,7 +121,7 @@ class Request:
     num_cached: int = 0
     num_indexed: int | None = None
     context: PackedContext | None = None
-    names: Names | None = None
+    names: BlockHasher | None = None
     started: float | None = None  # when it first ran, in seconds of time.monotonic
     num_delivered: int = 0  # outputs that left the engine
     deliver: Deliver | None = None

@@ -154,7 +154,9 @@ def _pool(
     size = config.kv_bytes or default_bytes(layout, num_slots, max_tokens, device)
     lengths = {"num_slots": num_slots, "max_tokens": max_tokens}
     with renamed(num_bytes="kv_bytes"), _blamed(config):
-        return SharingPool(layout, size, **lengths, windows=windows, spare=True, device=device)
+        return SharingPool(
+            layout, size, **lengths, sliding_windows=windows, padding_slot=True, device=device
+        )
 
 
 def _twin(served: Any, policy: Policy | None) -> Any:

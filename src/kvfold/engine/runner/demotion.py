@@ -33,8 +33,8 @@ class Demotion:
     def _kept(self, slots: list[int]) -> Ints:
         """Wide rows [B, G] that sequences may keep."""
         pool = self.eviction.pool
-        assert pool.narrow is not None
-        wide, narrow = pool.host_lengths[slots], pool.narrow.host_lengths[slots]
+        assert pool.low_rank is not None
+        wide, narrow = pool.host_lengths[slots], pool.low_rank.host_lengths[slots]
         return np.minimum(pool.layout.num_full_rank(wide + narrow), wide)
 
     def is_over(self, request: Request) -> bool:
@@ -80,13 +80,13 @@ class Demotion:
         """Move rows goes [B, G, T], count [B, G] of each group, of some layers, or of all; False
         where there is no room, and nothing was changed."""
         pool, index = self.eviction.pool, upload(np.array(slots), self.eviction.pool.device)
-        assert pool.narrow is not None
+        assert pool.low_rank is not None
         if layers is not None:
             own = np.array([group.layer in layers for group in pool.layout.groups])
             goes, count = goes & upload(own, pool.device)[:, None], count * own
-        before = pool.narrow.host_lengths[slots]
+        before = pool.low_rank.host_lengths[slots]
         try:
-            pool.narrow.extend(slots, count)
+            pool.low_rank.extend(slots, count)
         except PoolFull:
             return False
         try:
@@ -95,9 +95,9 @@ class Demotion:
                     self._copy(layer, index, goes, before)
             self.eviction.close_holes(index, goes)
         except Exception:
-            pool.narrow.shrink(slots, before)
+            pool.low_rank.truncate(slots, before)
             raise
-        pool.shrink(slots, pool.host_lengths[slots] - count)
+        pool.truncate(slots, pool.host_lengths[slots] - count)
         return True
 
     def _unimportant(self, slots: list[int], count: Ints) -> Tensor:
@@ -115,10 +115,10 @@ class Demotion:
         """Append the first numbers of rows goes [B, G, T] to the narrow ones of slots [B], behind
         the first before [B, G]; of so many rows at a time as NUMBERS allows."""
         pool, dtype = self.eviction.pool, self.eviction.attention.view.dtype
-        assert pool.narrow is not None
+        assert pool.low_rank is not None
         where, page = pool.layout.layer_groups[layer], pool.layout.page
-        wide, narrow = pool.pages(where), pool.narrow.pages(where)
-        specs = [x.spec.layers[layer] for x in (pool.layout, pool.narrow.layout)]
+        wide, narrow = pool.pages(where), pool.low_rank.pages(where)
+        specs = [x.spec.layers[layer] for x in (pool.layout, pool.low_rank.layout)]
         columns, lengths = upload(first_columns(*specs), pool.device), wide.lengths[slots]
         own = goes[:, where.start]
         target = upload(before[:, where.start], pool.device)[:, None] + own.cumsum(1) - 1

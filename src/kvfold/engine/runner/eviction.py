@@ -109,7 +109,7 @@ class Eviction:
             if (budget := self.budget(x)) is not None
         ]
         for chunk in chunks(work, self.pool.host_lengths[[x.slot for x in work]]):
-            self.pool.shrink([x.slot for x in chunk], self._evict(chunk))
+            self.pool.truncate([x.slot for x in chunk], self._evict(chunk))
 
     def _evict(self, chunk: list[Held]) -> Tensor:
         """Move what is kept together; rows kept, int32 [B, G]."""
@@ -189,7 +189,7 @@ class Eviction:
         for where, first in cuts:
             _, positions, valid = self._tracked_in(index, where, size)
             evicted[:, where] = valid & (positions < first)
-        pool.shrink(slot, self.close_holes(index, evicted))
+        pool.truncate(slot, self.close_holes(index, evicted))
 
     def close_holes(self, slots: Tensor, evicted: Tensor, fitted: Many[Fitted] = ()) -> Tensor:
         """Close the holes of the sequences slots [B]: evicted bool [B, G, T]; rows kept [B, G].

@@ -59,7 +59,7 @@ class ModelRunner:
         family: type[Family] | None = None,
         layers: Sequence[LayerAttention] | None = None,
     ) -> None:
-        observed = policy is not None or pool.narrow is not None
+        observed = policy is not None or pool.low_rank is not None
         assert not observed or pool.layout.tracked, "this needs positions and metrics of rows"
         self.model, self.pool, self.policy, self.device = model.eval(), pool, policy, pool.device
         self.model.config._attn_implementation = PAGED
@@ -79,7 +79,7 @@ class ModelRunner:
         self.repair = Repair(self.attention.view, modules) if repairs else None
         how = policy, cache or CacheParams(), self.sliding, seed, self.repair
         self.eviction = Eviction(self.attention, *how)
-        self.demotion = None if pool.narrow is None else Demotion(self.eviction)
+        self.demotion = None if pool.low_rank is None else Demotion(self.eviction)
         self.replay = None
         if policy is not None and as_rescoring(policy):
             rope = pool.layout.spec.geometry.rope
@@ -95,7 +95,7 @@ class ModelRunner:
         self.graphs = self._graphs() if self.attention.supports_graphs else None
 
     def _graphs(self) -> DecodeGraphs:
-        most, spare = self.pool.num_slots, self.pool.spare
+        most, spare = self.pool.num_slots, self.pool.padding_slot
         assert spare is not None, "graphs need a spare slot"
         return DecodeGraphs(self.device, most=most, spare=spare)
 
@@ -240,7 +240,7 @@ class ModelRunner:
     def needs_compression(self, request: Request) -> bool:
         if self.demotion is not None:
             return self.demotion.is_over(request)
-        return self.eviction.is_over(request) and self.pool.can_own(request.open_slot)
+        return self.eviction.is_over(request) and self.pool.can_make_private(request.open_slot)
 
     @property
     def demotes(self) -> bool:
@@ -255,7 +255,7 @@ class ModelRunner:
             self.demotion.demote(requests)
             return
         for request in requests:
-            self.pool.own(request.open_slot)
+            self.pool.make_private(request.open_slot)
         if self.replay is not None:
             for request in requests:
                 self.replay.score(request)

@@ -33,7 +33,7 @@ def feed(
     pool, requests = runner.pool, list[Request]()
     try:
         for number, prompt in enumerate(prompts):
-            request = Request.by_hand(pool.open())
+            request = Request.by_hand(pool.allocate_slot())
             request.id = number
             request.prefill_until(len(prompt))
             requests.append(request)
@@ -42,7 +42,7 @@ def feed(
             yield _step(runner, requests, [[token] for token in tokens])
     finally:
         for request in requests:
-            pool.close(request.open_slot)
+            pool.free_slot(request.open_slot)
 
 
 def _step(
@@ -125,7 +125,7 @@ def _lengths(runner: ModelRunner) -> list[int]:
         if tokens[-1] > pool.max_tokens:
             break
         none = np.zeros((len(tokens), len(pool.layout.groups)), dtype=np.int64)
-        if not pool.can_supply(pool.demand(none, tokens)):
+        if not pool.has_free_pages(pool.pages_needed(none, tokens)):
             break
         found = longer
     return found
