@@ -188,7 +188,7 @@ class Setting:
         wanted = SamplingParams(max_new_tokens=STEPS + 2 * SKIPPED, ignore_eos=True)
         opened = [llm.request(own, wanted, None, whole=True) for own in ids.tolist()]
         last, seen, times = opened[-1][0].id, set[int](), list[float]()
-        with Stream(llm.engine).open(opened) as stream:
+        with Stream(llm.engine).submit(opened) as stream:
             for output in stream:
                 seen.add(output.id)
                 if len(seen) == batch and output.id == last:

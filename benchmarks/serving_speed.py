@@ -98,7 +98,7 @@ class Worker:
         from kvfold.bench.synthetic_engine import random_model
         from kvfold.bench.variants import VARIANTS
         from kvfold.engine.api.llm import LLM
-        from kvfold.engine.core.compressions import Schedule
+        from kvfold.engine.core.compression import Schedule
         from kvfold.engine.runner import graphs
 
         begun = time.perf_counter()

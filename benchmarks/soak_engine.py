@@ -295,7 +295,7 @@ class Life:
         bug = isinstance(error, AssertionError)
         if isinstance(error, KeyboardInterrupt):  # all are prefilled once more
             raise error
-        if bug or len(ids) == 1 or not self.runner.repeatable:
+        if bug or len(ids) == 1 or not self.runner.can_retry:
             self.harmed.update([x.id for x in self.engine.scheduler.running] if bug else ids)
         raise error
 
@@ -337,7 +337,7 @@ class Life:
                 raise
             self.soak.outcomes["grammar killed"] += 1
             return
-        stream = Stream(self.engine).open(opened)
+        stream = Stream(self.engine).submit(opened)
         ids = [request.id for request, _ in opened]
         self.open.append(
             Open(

@@ -71,7 +71,7 @@ class Pages:
     def read(self, contexts: Sequence[Sequence[int]]) -> list[Request]:
         """Sequences of their own for contexts, read and compressed; with the last logits."""
         pool = self.runner.pool
-        requests = [Request.by_hand(pool.allocate_slot()) for _ in contexts]
+        requests = [Request.unscheduled(pool.allocate_slot()) for _ in contexts]
         for request, tokens in zip(requests, contexts, strict=True):
             request.prefill_until(len(tokens))
         last: dict[int, Tensor] = {}

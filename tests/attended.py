@@ -101,7 +101,7 @@ class Attended:
         )
         size = layout.bytes_for(slots, most)
         windows = [shape.window]
-        how: dict[str, Any] = {"num_slots": slots, "max_tokens": most, "windows": windows}
+        how: dict[str, Any] = {"num_slots": slots, "max_tokens": most, "sliding_windows": windows}
         self.pool = Pool(layout, size, **how, device=DEVICE)
         self.pool.arena.fill_(255)  # NaN, where nothing is stored
         self.slots = [self.pool.allocate_slot() for _ in range(slots)]

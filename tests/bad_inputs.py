@@ -700,10 +700,9 @@ CACHE = {
         "kvzip-keys, or leave it out"
     ),
     "kvfold eval joint --evict kvzip --keep-tokens 0.5 --set repair": (
-        "--set repair: this model's heads share stored numbers, or their keys are rebuilt before "
-        "RoPE, "
-        "so that no head can change its own rows: leave --set repair out, or take recipe 'fast', "
-        "'zack', 'zdc' or 'kvquant-z', or the model as it is"
+        "--set repair: this model's heads share stored numbers, or their keys are reconstructed "
+        "before RoPE, so that a head cannot change its entries alone: leave --set repair out, or "
+        "use recipe 'fast', 'zack', 'zdc' or 'kvquant-z', or the uncompressed model"
     ),
     "kvfold eval sliding --evict snapkv --keep-tokens 0.5": (
         "--evict snapkv: this model's sliding window already drops old tokens, and eviction "
@@ -861,7 +860,7 @@ POOLS = {
         "of 64 B; got 99999999999999"
     ),
     "kvfold eval reference:gqa --set page=99999999": (
-        "--set page=99999999: pages of so many rows take more than half of the free memory; take "
+        "--set page=99999999: pages of so many tokens take more than half of the free memory; use "
         "fewer, or set --set kv-bytes"
     ),
 }
@@ -895,8 +894,8 @@ MAPS = {
         "out, or name the original"
     ),
     "kvfold eval reference:gqa --maps maps --evict random --keep-tokens .5": (
-        "--maps: with maps beside the weights nothing is evicted, and numbers are packed as "
-        "'integers': leave --evict, --set repair and --set format out"
+        "--maps: sidecar maps support no eviction, and only the format 'integers': leave --evict, "
+        "--set repair and --set format out"
     ),
     "kvfold serve reference:gqa --maps maps --set context=book=book.kvf": (
         "--maps and --set context exclude each other: with maps beside the weights nothing is "
@@ -1119,18 +1118,18 @@ REQUESTS = {
     ),
     "llm.pack('The ship.', factor=0)": "factor must be at least 1, got 0",
     "llm.pack([5] * 300)": (
-        "the context has 300 tokens, and a sequence at most max_tokens positions, which are 256, a "
-        "question's too: shorten it, or raise them where the model has more"
+        "the context has 300 tokens, and max_tokens is 256, for context and question: shorten the "
+        "context, or raise max_tokens if the model has more positions"
     ),
     "llm.generate([[]])": "prompt_ids must hold at least 1 token; got none",
     "llm.generate([[1, 999999]])": "prompt: token ids must be in 0..4095; got 999999",
     "llm.generate([[5] * 300])": (
-        "the prompt has 300 tokens, and a sequence at most max_tokens positions, which are 256: "
-        "shorten it, or raise them where the model has more"
+        "the prompt has 300 tokens, and max_tokens is 256: shorten the prompt, or raise max_tokens "
+        "if the model has more positions"
     ),
     "llm.generate('a ' * 10**5)": (
-        "the prompt has over 256 tokens, and a sequence at most max_tokens positions, which are "
-        "256: shorten it, or raise them where the model has more"
+        "the prompt has over 256 tokens, and max_tokens is 256: shorten the prompt, or raise "
+        "max_tokens if the model has more positions"
     ),
     'llm.generate("a", SamplingParams(min_tokens=2, allowed_token_ids=[0]))': (
         "allowed_token_ids, min_tokens: together they leave no token that may come after 0: allow "
@@ -1141,8 +1140,8 @@ REQUESTS = {
         "more, or leave one of them out"
     ),
     "llm.generate([[5] * 65])": (
-        "kv_bytes: a pool of 1048576 bytes holds 64 tokens of a sequence, and this one begins "
-        "with 66: 2493644 bytes would do, or a shorter prompt"
+        "kv_bytes: a pool of 1048576 bytes holds 64 tokens of a sequence, and this request starts "
+        "with 66: use 2493644 bytes, or shorten the prompt"
     ),
     'llm.generate(["a", "b"], [SamplingParams()])': (
         "sampling must be one for all prompts, or one each; got 1 for 2"

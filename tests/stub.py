@@ -17,10 +17,10 @@ from torch import Tensor
 
 from kvfold.cache.pool import Pool, PoolFull
 from kvfold.cache.sharing import SharingPool
-from kvfold.engine.api.stream import Answer, Stream
-from kvfold.engine.core.compressions import Schedule
+from kvfold.engine.api.stream import OutputDecoder, Stream
+from kvfold.engine.core.compression import Schedule
 from kvfold.engine.core.engine import Engine, Hooks
-from kvfold.engine.core.prefixes import PrefixCache
+from kvfold.engine.core.prefix_cache import PrefixCache
 from kvfold.engine.requests import request as sequences
 from kvfold.engine.requests.request import Batch, CacheParams, SamplingParams, StepOutput
 from kvfold.engine.runner.sampler import sample
@@ -38,7 +38,7 @@ def logits_after(seen: Sequence[int | None]) -> Tensor:
 class FakePool:
     """Pages of two groups, counted on the host alone: fast enough for long runs."""
 
-    narrow = None
+    low_rank = None
 
     def __init__(self, num_pages: int, *, num_slots: int, max_tokens: int) -> None:
         self.num_pages, self.num_slots, self.max_tokens = num_pages, num_slots, max_tokens
@@ -150,21 +150,21 @@ POOLS = {
 class StubRunner:
     """Checks every batch against the rules of the scheduler.
 
-    goes_ahead: whether steps come whose tokens the device alone knows; num_ahead: how many did.
-    fail: is raised once. culprits, poisoned: ids of requests that it fails for, or gives NaN. unit:
-    as of `Runner`; piece: tokens that are read again at once, if any are; pieces: (id, end).
+    supports_async: whether steps come whose tokens the device alone knows; num_ahead: how many did.
+    fail: is raised once. culprits, poisoned: ids of requests that it fails for, or gives NaN.
+    piece: tokens that are read again at once, if any are; pieces: (id, end).
     """
 
-    unit, piece = 1, 0
+    prefill_multiple, piece = 1, 0
 
     def __init__(self, pool: Pool, *, chunk: int, max_batch_tokens: int) -> None:
         self.pool, self.chunk, self.max_batch_tokens = pool, chunk, max_batch_tokens
         self.cells: dict[tuple[int, int], int] = {}
         self.rows = np.zeros_like(pool.host_lengths)
         self.fail: BaseException | None = None
-        self.repeatable = True
-        self.goes_ahead, self.num_ahead = False, 0
-        self.long_chunks = False
+        self.can_retry = True
+        self.supports_async, self.num_ahead = False, 0
+        self.supports_long_chunks = False
         self.culprits: set[int] = set()
         self.poisoned: set[int] = set()
         self.batches: list[list[tuple[int, int, int]]] = []  # (id, start, tokens)
@@ -190,7 +190,9 @@ class StubRunner:
         """The batch with tokens that nobody has read."""
         if tokens is None:
             return batch
-        assert self.goes_ahead and all(x.tokens == (sequences.UNREAD,) for x in batch.chunks)
+        assert self.supports_async and all(
+            x.tokens == (sequences.UNKNOWN_TOKEN,) for x in batch.chunks
+        )
         self.num_ahead += 1
         each = zip(batch.chunks, tokens.tolist(), strict=True)
         return Batch(chunks=tuple(replace(x, tokens=(token,)) for x, token in each))
@@ -199,7 +201,9 @@ class StubRunner:
         decode = [piece.is_decode for piece in batch.chunks]
         assert decode == sorted(decode, reverse=True) and sum(decode) == batch.num_decode
         sizes = [len(piece.tokens) for piece in batch.chunks]
-        longest = self.max_batch_tokens if self.long_chunks and not any(decode) else self.chunk
+        longest = (
+            self.max_batch_tokens if self.supports_long_chunks and not any(decode) else self.chunk
+        )
         assert sum(sizes) <= self.max_batch_tokens and max(sizes) <= longest and min(sizes) >= 1
         assert all(len(p.tokens) == 1 and p.wants_logits for p in batch.chunks if p.is_decode)
         for piece in batch.chunks:
@@ -215,7 +219,7 @@ class StubRunner:
         if found := self.culprits.intersection(x.id for x in chosen):
             raise RuntimeError(f"no kernel for {sorted(found)}")
 
-    def slide(self, batch: Batch) -> None:
+    def free_outside_windows(self, batch: Batch) -> None:
         """Nothing slides."""
 
     demotes = False
@@ -224,10 +228,10 @@ class StubRunner:
         most = sequence.cache.max_cache_tokens
         return most is not None and self.pool.host_lengths[sequence.slot].max() > most
 
-    def unread(self, sequence: sequences.Request) -> bool:
+    def needs_rescoring(self, sequence: sequences.Request) -> bool:
         return bool(self.piece) and sequence.num_scored < sequence.num_computed
 
-    def read(self, sequence: sequences.Request) -> None:
+    def rescore_segment(self, sequence: sequences.Request) -> None:
         self._fail([sequence])
         sequence.num_scored = min(sequence.num_scored + self.piece, sequence.num_computed)
         self.pieces.append((sequence.id, sequence.num_scored))
@@ -235,7 +239,7 @@ class StubRunner:
     def compress(self, chosen: list[sequences.Request]) -> None:
         """Forget the oldest; the second group keeps one page more, where it has it."""
         self.rounds.append([sequence.id for sequence in chosen])
-        assert not any(map(self.unread, chosen))
+        assert not any(map(self.needs_rescoring, chosen))
         self._fail(chosen)
         for sequence in chosen:
             slot, most = sequence.slot, sequence.cache.max_cache_tokens
@@ -289,7 +293,7 @@ class PagedStub(StubRunner):
 
     def compress(self, chosen: list[sequences.Request]) -> None:
         self.rounds.append([sequence.id for sequence in chosen])
-        assert not any(map(self.unread, chosen))
+        assert not any(map(self.needs_rescoring, chosen))
         self._fail(chosen)
         for sequence in chosen:
             slot, most = sequence.slot, sequence.cache.max_cache_tokens
@@ -302,10 +306,10 @@ class PagedStub(StubRunner):
 
 
 class Bench:
-    """An engine on a stub, and everything it delivered. goes_ahead: of a runner, if `ahead` does
-    not say."""
+    """An engine on a stub, and everything it delivered. supports_async: of a runner, unless `ahead`
+    is given."""
 
-    goes_ahead = False
+    supports_async = False
 
     def __init__(
         self,
@@ -325,7 +329,7 @@ class Bench:
         shares = isinstance(self.pool, SharingPool)
         stub = PagedStub if shares else StubRunner
         self.runner = stub(self.pool, chunk=chunk, max_batch_tokens=max_batch_tokens)
-        self.runner.goes_ahead = self.goes_ahead if ahead is None else ahead
+        self.runner.supports_async = self.supports_async if ahead is None else ahead
         self.prefixes = PrefixCache(self.pool) if shares else None
         self.engine = Engine(
             self.runner,
@@ -336,7 +340,7 @@ class Bench:
             max_batch_tokens=max_batch_tokens,
             headroom=headroom,
             schedule=schedule,
-            prefixes=self.prefixes,
+            prefix_cache=self.prefixes,
         )
         self.scheduler = self.engine.scheduler
         self.tokens: dict[int, list[int]] = {}
@@ -416,7 +420,9 @@ def stream(
 ) -> Stream:
     """Outputs of one request, without text."""
     request = bench.engine.request(prompt, params, cache)
-    return Stream(bench.engine).open([(request, Answer(None, prompt, params, whole=False))])
+    return Stream(bench.engine).submit(
+        [(request, OutputDecoder(None, prompt, params, whole=False))]
+    )
 
 
 def in_threads(count: int, work: Callable[[int], None], seconds: float = 60) -> None:

@@ -23,7 +23,7 @@ from kvfold.hub.loading import load_tokenizer
 BOS, EOS = 0, 1
 WORDS = ["▁hello", "▁world", "▁", "▁▁", "a", "é", "▁né", "\N{FIRE}", "▁�", "�", ".", "\n"]
 BYTE_WORDS = [b"hello", b" world", b"\x83\xe3\x82", b"\xa2\xe3", b"\xe3\x82\xa2\xe3\x83"]
-UNREAD = "\N{REPLACEMENT CHARACTER}"
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 TEXT = "hello world. Ünïcödé \N{FIRE}\N{FIRE}\n\n\n\n\n  ア́ネー 中文 a\N{REPLACEMENT CHARACTER}b"
 
 # Tokenizers -------------------------------------------------------------------------------------
@@ -152,19 +152,19 @@ def test_many_special_tokens_are_read_in_bounded_windows() -> None:
 def test_special_tokens_after_what_may_be_unfinished() -> None:
     text = Detokenizer(decoder_of(metaspace()), [word("▁hello")])
     ids = [word("�"), *[EOS] * 10, word("▁world")]
-    assert "".join(one_by_one(text, ids)) == UNREAD + " world"
+    assert "".join(one_by_one(text, ids)) == REPLACEMENT + " world"
 
 
 def test_what_reads_otherwise_after_the_next_tokens_is_not_shown_again() -> None:
     """A decoder that takes back what it said reads the tokens that are not text yet alone."""
-    known = {(1,): "a", (1, 2): "a" + UNREAD, (1, 2, 3): "other", (2, 3): "é", (): ""}
+    known = {(1,): "a", (1, 2): "a" + REPLACEMENT, (1, 2, 3): "other", (2, 3): "é", (): ""}
     text = Detokenizer(lambda ids: known[tuple(ids)])
     assert list(one_by_one(text, [1, 2, 3])) == ["a", "", "é", ""]
 
 
 # A U+FFFD that was written, three byte tokens of it, cannot be told from bytes that do not read.
 # No tokenizer encodes half a surrogate pair: LLM refuses a prompt of one.
-READABLE = st.text(st.characters(codec="utf-8", exclude_characters=UNREAD), max_size=20)
+READABLE = st.text(st.characters(codec="utf-8", exclude_characters=REPLACEMENT), max_size=20)
 
 
 @settings(max_examples=150, deadline=None)
@@ -181,7 +181,7 @@ def test_text_is_what_all_tokens_read_as(
     tokenizer, ids = make(), encoded(make, "a")
     for count, part in enumerate(parts):
         ids += [*encoded(make, part), *[0] * (5 * count)]
-    while prompt < len(ids) and UNREAD in tokenizer.decode(ids[:prompt]):
+    while prompt < len(ids) and REPLACEMENT in tokenizer.decode(ids[:prompt]):
         prompt += 1
     decode = decoder_of(tokenizer)
     wanted = decode(ids)[len(decode(ids[:prompt])) :]
@@ -217,7 +217,7 @@ def test_any_tokens_read_the_same_however_they_are_pushed(
     if make is byte_level:  # a fallback's bytes are read a stretch at a time
         whole, known = decode([*prompt, *ids]), decode(prompt)
         while not whole.startswith(known):  # but for a character that the prompt began
-            known = known.removesuffix(UNREAD)
+            known = known.removesuffix(REPLACEMENT)
         assert wanted == whole[len(known) :]
 
 
@@ -250,7 +250,7 @@ def test_half_a_character_is_not_shown() -> None:
         assert shown == ["a", "", "é", "", "", "", "🔥", "b"]
         text.push(bytes_to_ids(raw[1:2]))
         assert text.take() == ""
-        assert text.take(last=True) == UNREAD
+        assert text.take(last=True) == REPLACEMENT
         assert text.take(last=True) == ""
 
 
@@ -275,7 +275,7 @@ def test_what_never_is_a_character_is_streamed_in_time_that_does_not_grow(
     text, ids = Detokenizer(decode), [rng.randrange(130, 258) for _ in range(2000)]
     if make is reference:
         vocab = tokenizer.get_vocab()
-        broken = sorted(i for i in vocab.values() if tokenizer.decode([i]) == UNREAD)
+        broken = sorted(i for i in vocab.values() if tokenizer.decode([i]) == REPLACEMENT)
         ids = [rng.choice(broken) for _ in range(2000)]
     late = 0
     for at, token in enumerate(ids):
@@ -292,9 +292,9 @@ def test_text_after_what_is_no_character(bad: int) -> None:
     good = "Ünïcödé 中文 \N{FIRE}\N{FIRE} Кириллица\n"
     ids = [*as_bytes("é\n"), *as_bytes(b"\xff") * bad, *as_bytes("--" + good * 2)]
     text = "".join(one_by_one(Detokenizer(decoder_of(byte_fallback())), ids))
-    assert text.startswith("é\n" + UNREAD * bad) and text.endswith(good)
+    assert text.startswith("é\n" + REPLACEMENT * bad) and text.endswith(good)
     level = "".join(one_by_one(Detokenizer(decoder_of(byte_level())), ids))
-    assert level == "é\n" + UNREAD * bad + "--" + good * 2
+    assert level == "é\n" + REPLACEMENT * bad + "--" + good * 2
 
 
 # Decoders ---------------------------------------------------------------------------------------
@@ -335,10 +335,10 @@ def test_a_token_that_the_decoder_refuses_takes_no_text_with_it(stop: tuple[str,
 
 def test_long_outputs_are_read_at_once() -> None:
     decode = Counting(decoder_of(reference()))
-    ids = reference()(TEXT.replace(UNREAD, "") * 20)["input_ids"]
+    ids = reference()(TEXT.replace(REPLACEMENT, "") * 20)["input_ids"]
     text = Detokenizer(decode, ids[:9])
     text.push(ids)
-    assert text.take(last=True) == TEXT.replace(UNREAD, "") * 20
+    assert text.take(last=True) == TEXT.replace(REPLACEMENT, "") * 20
     assert len(decode.sizes) <= 4
 
 

@@ -256,8 +256,8 @@ class Session:
         length = seen.shape[1]
         causal = torch.ones(length, length, dtype=torch.bool).tril()[-count:]
         rows = causal & seen[:, None]
-        by_hand = step.mask in ("bool", "float") and not self.windows
-        if by_hand and self.kind != "opt":
+        unscheduled = step.mask in ("bool", "float") and not self.windows
+        if unscheduled and self.kind != "opt":
             return self._by_hand(step.mask, rows, random)
         if step.mask == "none" and bool(seen.all()):
             if self.case.cache == "none" and places is not None:

@@ -50,14 +50,14 @@ def test_what_a_server_does_not_get_to_is_told_at_the_end_of_its_drain(capfd) ->
         ThreadPoolExecutor(8) as pool,
         serving(small_llm(), limits=Limits(drain_seconds=1)) as served,
     ):
-        stack.enter_context(served.llm.engine.turn.take())  # nothing is answered
+        stack.enter_context(served.llm.engine.lock.hold())  # nothing is answered
         whole = [pool.submit(served.post, **body) for _ in range(2)]
         chats = [
             pool.submit(served.post, "/v1/chat/completions", messages=[ASKED], **options)
             for options in ({"max_tokens": 9}, {"max_tokens": 9, "stream": True})
         ]
         streams = [pool.submit(served.post, **body, stream=True) for _ in range(2)]
-        until(lambda: len(served.llm.engine.turn._inbox) == 6)
+        until(lambda: len(served.llm.engine.lock._calls) == 6)
         served.server.should_exit = True
         for call in (*whole, chats[0]):
             assert_refused(call.result(30))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvfold.engine.core.compressions import Schedule
+from kvfold.engine.core.compression import Schedule
 from kvfold.engine.core.engine import Engine
 from kvfold.engine.requests.request import Batch, CacheParams, Request, SamplingParams
 from kvfold.engine.runner.graphs import DecodeGraphs
@@ -222,7 +222,7 @@ def test_a_launch_that_fails_gives_its_pages_back(caplog: pytest.LogCaptureFixtu
 
 def test_an_engine_may_be_told_not_to() -> None:
     bench = Bench(ahead=True)
-    bench.engine.ahead = False
+    bench.engine.async_scheduling = False
     bench.add([1] * 5, **NINE)
     bench.drain()
     assert not bench.runner.num_ahead
@@ -236,17 +236,17 @@ def test_a_graph_takes_tokens_that_nobody_has_read(monkeypatch: pytest.MonkeyPat
         return SimpleNamespace(replay=lambda: graphs._step(size, forward))
 
     monkeypatch.setattr(DecodeGraphs, "_capture", capture)
-    graphs = DecodeGraphs(torch.device("cpu"), most=4, spare=9)
+    graphs = DecodeGraphs(torch.device("cpu"), most=4, padding_slot=9)
     chunks = []
     for slot in range(3):
         request = Request(id=slot, token_ids=[7], num_prompt=1, sampling=SamplingParams())
-        request.run(slot)
+        request.start(slot)
         request.advance(1)
-        chunks.append(request.chunk_ahead())
+        chunks.append(request.next_decode_chunk())
     batch = Batch(chunks=tuple(chunks))
     found = graphs.run(batch, forward, torch.tensor([5, 6, 8]))
     assert found.tolist() == [[5, 1, 0], [6, 1, 1], [8, 1, 2]]
-    assert graphs.inputs[:, 3].tolist() == [0, 0, 9], "who fills the batch up is nobody still"
+    assert graphs.inputs[:, 3].tolist() == [0, 0, 9], "padding is still the dummy sequence"
 
 
 def test_a_model_computes_the_tokens_that_nobody_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +254,7 @@ def test_a_model_computes_the_tokens_that_nobody_has_read(monkeypatch: pytest.Mo
 
     found = []
     for ahead in (False, True):
-        monkeypatch.setattr(ModelRunner, "goes_ahead", ahead)
+        monkeypatch.setattr(ModelRunner, "supports_async", ahead)
         runner = runner_of("llama-gqa")
         engine = Engine(runner, runner.pool)
         drawn = {"max_new_tokens": 20, "temperature": 1.0, "seed": 5}

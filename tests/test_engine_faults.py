@@ -12,8 +12,8 @@ from types import FrameType
 import pytest
 from torch import Tensor
 
-from kvfold.engine.api.stream import Answer, Stream
-from kvfold.engine.core.compressions import Schedule
+from kvfold.engine.api.stream import OutputDecoder, Stream
+from kvfold.engine.core.compression import Schedule
 from kvfold.engine.core.engine import Hooks
 from kvfold.engine.requests import request as sequences
 from kvfold.engine.requests.request import CacheParams, SamplingParams, StepOutput
@@ -25,7 +25,7 @@ NINE = {"max_new_tokens": 9, "ignore_eos": True}
 @pytest.fixture(autouse=True, params=[False, True], ids=["plain", "ahead"])
 def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """All of it with steps that are launched before the one in front is read, and without."""
-    monkeypatch.setattr(Bench, "goes_ahead", request.param)
+    monkeypatch.setattr(Bench, "supports_async", request.param)
     return request.param
 
 
@@ -131,7 +131,7 @@ def test_nan_logits_end_one_request(ahead: bool) -> None:
 def test_where_tokens_are_packed_together_all_of_a_batch_end() -> None:
     """What was written over must not be packed again: an error, not other tokens."""
     bench = Bench()
-    bench.runner.repeatable = False
+    bench.runner.can_retry = False
     ids = started(bench)
     bench.runner.culprits = {ids[1]}
     bench.drain()
@@ -303,16 +303,16 @@ def test_a_request_may_be_cancelled_before_it_is_queued() -> None:
 
 
 def test_a_stream_may_be_closed_while_it_is_read() -> None:
-    class Closing(Answer):
-        def read(self, output: StepOutput) -> StepOutput:
+    class Closing(OutputDecoder):
+        def decode_output(self, output: StepOutput) -> StepOutput:
             outputs.close()
-            return super().read(output)
+            return super().decode_output(output)
 
     bench = Bench()
     params = SamplingParams(max_new_tokens=1)
     request = bench.engine.request([1] * 5, params)
     answer = Closing(None, [1] * 5, params, whole=False)
-    outputs = Stream(bench.engine).open([(request, answer)])
+    outputs = Stream(bench.engine).submit([(request, answer)])
     assert [x.finish_reason for x in outputs] == ["length"]
 
 
@@ -377,7 +377,7 @@ def test_a_stream_that_is_lost_within_a_step_is_cancelled_after_it(ahead: bool) 
     lost = [stream(bench, [1] * 5, SamplingParams(**NINE))]
     kept = stream(bench, [2] * 5, SamplingParams(**NINE))
     next(kept)
-    name = "ahead" if ahead else "schedule"
+    name = "schedule_async" if ahead else "schedule"
     schedule = getattr(bench.scheduler, name)
 
     def schedule_and_collect(*batch: sequences.Batch) -> sequences.Batch:

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvfold.engine.core.compressions import Schedule
+from kvfold.engine.core.compression import Schedule
 from kvfold.engine.core.engine import Hooks
 from kvfold.engine.requests import request as sequences
 from kvfold.engine.requests.request import CacheParams, SamplingParams
@@ -74,7 +74,7 @@ def test_a_prefill_without_decodes_keeps_its_chunk() -> None:
 
 def test_where_nobody_decodes_a_chunk_is_all_of_a_step() -> None:
     bench = Bench(chunk=10, max_batch_tokens=32)
-    bench.runner.long_chunks = True
+    bench.runner.supports_long_chunks = True
     for length in (40, 45):
         bench.add([1] * length, max_new_tokens=3, ignore_eos=True)
     bench.drain()
@@ -96,7 +96,7 @@ def test_a_prompt_that_can_never_fit_is_refused_with_numbers(
     max_new_tokens: int, refused: int
 ) -> None:
     bench = Bench(20)
-    with pytest.raises(ValueError, match=r"20 bytes holds 40 tokens .* with 41: 22 bytes would"):
+    with pytest.raises(ValueError, match=r"20 bytes holds 40 tokens .* with 41: use 22 bytes"):
         bench.add([1] * refused, max_new_tokens=max_new_tokens)
     assert not bench.engine.has_work
     id = bench.add([1] * (refused - 1), max_new_tokens=max_new_tokens)
@@ -296,9 +296,9 @@ def test_after_prefill_each_is_compressed_once(chunk: int) -> None:
 def test_what_is_looked_at_together_comes_together(
     chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chunks end at multiples of the runner's unit, or with their prompt, whatever else is served;
+    """Chunks end at multiples of `prefill_multiple`, or with their prompt, whatever else is served;
     and nobody waits for ever."""
-    monkeypatch.setattr(StubRunner, "unit", 8)
+    monkeypatch.setattr(StubRunner, "prefill_multiple", 8)
     bench = Bench(200, chunk=max(chunk // 8, 1) * 8, max_batch_tokens=30, num_slots=6)
     lengths = [30, 5, 8, 41, 16, 9, 1]
     for i, length in enumerate(lengths):
@@ -348,7 +348,7 @@ def test_two_are_read_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None
     evicting(bench, [14, 20, 10])
     bench.step()
     bench.step()
-    assert bench.scheduler.compressions.reading and bench.scheduler.running[0].id == 0
+    assert bench.scheduler.compressions.rescoring and bench.scheduler.running[0].id == 0
     bench.engine.cancel(0)  # in the middle of it
     bench.runner.culprits.add(1)
     bench.drain()
@@ -378,7 +378,7 @@ def test_one_that_pages_forced_through_its_reading_goes_on_at_once(
     while not bench.runner.rounds:
         bench.step()
     assert bench.scheduler.num_steps < 20 / 3, "it is read to its end before its turn"
-    assert not bench.scheduler.compressions.reading and len(bench.tokens[id]) == 2
+    assert not bench.scheduler.compressions.rescoring and len(bench.tokens[id]) == 2
     bench.drain()
     assert bench.scheduler.num_preemptions == 0 and bench.runner.rounds == [[id]]
 
@@ -518,7 +518,7 @@ def test_recomputed_after_eviction_it_is_compressed_again() -> None:
 def test_mistakes_are_named() -> None:
     with pytest.raises(ValueError, match=r"prompt_ids must hold at least 1 token"):
         Bench().add([])
-    with pytest.raises(ValueError, match=r"stop must be empty .* got \('x',\)"):
+    with pytest.raises(ValueError, match=r"stop must be empty, .* got \('x',\)"):
         Bench().add([1], stop=("x",))
     with pytest.raises(ValueError, match=r"max_batch_tokens .* num_slots=4.* got 3"):
         Bench(max_batch_tokens=3)
@@ -641,7 +641,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.bench.runner.poisoned.add(which)
         else:
             scheduler = self.bench.scheduler
-            scheduler.compressions.free_rows(scheduler.num_steps)
+            scheduler.compressions.free_memory(scheduler.num_steps)
 
     @invariant()
     def consistent(self) -> None:

@@ -95,7 +95,7 @@ def packed_context(folder: Path) -> Format:
         found = PackedContext.load(folder / "book.kvf")
         llm.check_context(found)
         pages = [x.numpy().tobytes() for x in found.pages]
-        return found.token_ids, found.rows.tolist(), pages, found.made, found.summary
+        return found.token_ids, found.rows.tolist(), pages, found.origin, found.summary
 
     return safetensors(folder / "book.kvf", read)
 
@@ -451,7 +451,7 @@ def test_a_packed_context_of_other_kinds_is_refused_with_a_digest_that_fits(tmp_
     about = json.loads(faults.safetensors(content)[0]["__metadata__"]["kvfold"])
     del about["digest"]
     whole = load(content)
-    changed = [about | {name: value} for name in packed.MADE for value in ([], None, 3, {})]
+    changed = [about | {name: value} for name in packed.ORIGIN for value in ([], None, 3, {})]
     changed += [found for _, found in faults.values(about, rng, 60)]
     cases = [(found, whole) for found in changed]
     for name, x in whole.items():
@@ -471,7 +471,7 @@ def test_a_packed_context_of_other_kinds_is_refused_with_a_digest_that_fits(tmp_
             found = tried.read()
         except ValueError:
             continue
-        assert i < len(changed) and said.keys() >= set(packed.MADE), said
+        assert i < len(changed) and said.keys() >= set(packed.ORIGIN), said
         assert found[0] == tuple(ids.tolist())
 
 

@@ -27,7 +27,7 @@ from kvfold.engine.api.llm import LLM
 from kvfold.engine.requests.request import SamplingParams
 from kvfold.engine.runner import demotion, eviction
 from kvfold.engine.runner.build import build_runner, check_served
-from kvfold.engine.runner.demotion import Demotion, first_columns
+from kvfold.engine.runner.demotion import Demoter, low_rank_columns
 from kvfold.evaluation import ratios
 from kvfold.evaluation.capacity import GIB, Capacity
 from kvfold.evaluation.importance import orders
@@ -89,7 +89,7 @@ def truncate(session: PagedSession, wide: list[set[int]], narrow: CacheSpec) -> 
         pages = pool.pages(where)
         rows = gather(pages, slot, pages.lengths[slot], torch.float32, size).rows[0].clone()
         gone = [i for i in range(size) if i not in wide[where.start]]
-        keep = first_columns(pool.layout.spec.layers[layer], narrow.layers[layer])
+        keep = low_rank_columns(pool.layout.spec.layers[layer], narrow.layers[layer])
         mask = torch.zeros(rows.shape[1]).index_fill_(0, torch.from_numpy(keep), 1)
         index = torch.tensor(gone)[:, None].expand(-1, len(pages.groups))
         append(pages, rows[gone] * mask, slot.expand(len(gone)), index)
@@ -357,14 +357,14 @@ def test_commands_refuse_it_before_weights_are_read(command: str, tmp_path, caps
 
 def test_rows_become_narrow_where_wide_ones_fill_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer after another, as pages come free, to what a large pool gives; or not at all."""
-    units, moves = [], Demotion._moves
+    units, moves = [], Demoter._move
 
     def recorded(self, slots, goes, count, layers=None) -> bool:
         done = moves(self, slots, goes, count, layers)
         units.append((layers, done))
         return done
 
-    monkeypatch.setattr(Demotion, "_moves", recorded)
+    monkeypatch.setattr(Demoter, "_move", recorded)
     ids, found = tokens(1, 120)[0].tolist(), []
     model = folded("llama-gqa", replace(RATIOS, important_last=0.25))
     layout = session_of(model).runner.pool.layout
@@ -405,7 +405,7 @@ def test_layers_of_one_leader_need_room_together() -> None:
         for x in requests:
             step(runner, (x, tokens_each))
         if size < enough:
-            with pytest.raises(PoolFull, match="no room for narrow rows"):
+            with pytest.raises(PoolFull, match="no free pages for low-rank entries"):
                 runner.compress(requests)
             assert not runner.pool.low_rank.host_lengths.any()
         else:
@@ -495,7 +495,7 @@ def test_refuses_models_whose_attention_reads_one_width(name: str) -> None:
 def test_an_engine_refuses_a_saved_spec_of_theirs(name: str) -> None:
     config, spec = tiny(name).config, spec_of(folded("llama-gqa"))
     spec = replace(spec, geometry=family_of(config).geometry(config))
-    with pytest.raises(SettingError, match="which no attention with a sliding window or capped"):
+    with pytest.raises(SettingError, match="which attention with a sliding window or capped"):
         check_served(config, spec, None, CacheConfig())
 
 
@@ -538,13 +538,13 @@ def test_refuses_an_edited_spec(field: str, value: list) -> None:
 def test_a_page_of_rows_goes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not a row with every token, which would read all rows in every step."""
     rounds = []
-    demote = Demotion.demote
+    demote = Demoter.demote_entries
 
     def counted(self, requests) -> None:
         rounds.append(len(requests))
         demote(self, requests)
 
-    monkeypatch.setattr(Demotion, "demote", counted)
+    monkeypatch.setattr(Demoter, "demote_entries", counted)
     params = SamplingParams(max_new_tokens=48, ignore_eos=True)
     engine(2**21).generate([tokens(1, 16)[0].tolist()], params)
     assert 5 < len(rounds) <= 1 + 48 / PAGE
@@ -566,7 +566,7 @@ def test_evaluation_measures_both_widths() -> None:
 
 
 def test_shares_no_prefix_and_packs_no_context() -> None:
-    with pytest.raises(SettingError, match="become narrow"):
+    with pytest.raises(SettingError, match="become low-rank"):
         engine(2**21, prefix_caching=True)
     llm = engine(2**21)
     with pytest.raises(SettingError, match="two widths"):

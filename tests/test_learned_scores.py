@@ -61,7 +61,7 @@ def test_scores_are_like_those_of_a_second_reading(recipe: str, name: str) -> No
     found, _, valid = metrics_of(session)
     teacher = session_of(model, TEACHER)
     teacher.read(ids, prompt=96)
-    teacher.runner.replay.score(teacher.sequence)
+    teacher.runner.rescorer.score(teacher.sequence)
     wanted, _, _ = metrics_of(teacher)
     assert valid.all() and (found > 0).all()
     for own, of in zip(found[0].log(), wanted[0].clamp(min=LEAST).log(), strict=True):
@@ -95,7 +95,7 @@ def test_scores_fit_a_prompt_that_was_not_read() -> None:
         with PagedSession(runner) as session:
             session.read(ids, prompt=len(ids))
             if name != "learned":
-                runner.replay.score(session.sequence)
+                runner.rescorer.score(session.sequence)
             found[name] = metrics_of(session)[0][0, :, 4:].clamp(min=LEAST).log()
     both = zip(found["learned"], found[TEACHER], strict=True)
     alike = [float(torch.corrcoef(torch.stack(pair))[0, 1]) for pair in both]

@@ -13,7 +13,7 @@ import kvfold
 from kvfold import LLM, SamplingParams, recipes
 from kvfold.config import CacheConfig
 from kvfold.engine.requests.request import CacheParams
-from kvfold.engine.runner import few
+from kvfold.engine.runner import cpu_fused
 from kvfold.engine.runner.build import build_runner
 from kvfold.layout.formats.integers import PLANES, _stored
 from kvfold.layout.pages import CacheLayout, Latent
@@ -322,7 +322,7 @@ def test_a_forward_of_someone_else_stays() -> None:
     own = vars(model.model.norm)["forward"] = type(model.model.norm).forward.__get__(
         model.model.norm
     )
-    few.install(model, family_of(model.config))
+    cpu_fused.install(model, family_of(model.config))
     assert vars(model.model.norm)["forward"] is own
     assert "forward" in vars(model.model.layers[0].input_layernorm)
 

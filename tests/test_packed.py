@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from kvfold import LLM, CacheParams, PackedContext, SamplingParams
 from kvfold.cache.eviction import policies
-from kvfold.engine.core.compressions import Schedule
+from kvfold.engine.core.compression import Schedule
 from kvfold.engine.runner.sampler import sample
 from kvfold.evaluation.paged import PagedSession
 from kvfold.utils.errors import SettingError
@@ -98,7 +98,7 @@ def test_pages_are_read_only_and_counted_once() -> None:
     assert pool.used_bytes - context.num_bytes <= most * units
     while llm.engine.has_work:
         llm.engine.step()
-    (x,) = llm.engine.scheduler.prefixes._contexts.values()
+    (x,) = llm.engine.scheduler.prefix_cache._contexts.values()
     slot = pool.allocate_slot()
     pool.start_from(slot, [x])
     rows, pages = pool.dump(slot)
@@ -111,8 +111,8 @@ def test_a_budget_copies_the_context_before_it_evicts(monkeypatch) -> None:
     context = llm.pack(BOOK, factor=2)
     plain = llm.generate([QUESTIONS[2]], ASKED, context=context)
     less = CacheParams(max_cache_tokens=24)
-    again, read = [], llm.runner.replay._read
-    monkeypatch.setattr(llm.runner.replay, "_read", lambda x, y: again.append(y) or read(x, y))
+    again, read = [], llm.runner.rescorer._rescore
+    monkeypatch.setattr(llm.runner.rescorer, "_rescore", lambda x, y: again.append(y) or read(x, y))
     llm.generate([QUESTIONS[2]] * 2, ASKED, cache=[less, CacheParams()], context=context)
     assert again and min(x.start for x in again) == 120
     later = llm.generate([QUESTIONS[2]], ASKED, context=context)
@@ -125,11 +125,11 @@ def test_what_it_takes_and_costs_is_said() -> None:
     said: list[tuple[str, int, int]] = []
     llm = llm_of()
     context = llm.pack(BOOK, factor=8, progress=lambda *x: said.append(x))
-    report = context.made["report"]
+    report = context.origin["report"]
     assert 0 < report["full_loss"] <= report["loss"] + 1
-    assert "120 tokens" in context.summary and "nats a token" in context.summary
+    assert "120 tokens" in context.summary and "nats/token" in context.summary
     assert ("reading", 120, 120) in said and ("compressing", 1, 1) in said
-    assert llm.pack(BOOK, factor=8, measure=False).made["report"]["loss"] is None
+    assert llm.pack(BOOK, factor=8, measure=False).origin["report"]["loss"] is None
     watched = llm_of(evict="snapkv-w8")
     both = [watched.pack(BOOK, factor=8, measure=x) for x in (True, False)]
     assert all(map(torch.equal, *(x.pages for x in both))), "a sample changed what is kept"
@@ -182,11 +182,11 @@ def test_refused(tmp_path) -> None:
     with pytest.raises(SettingError, match="another model"):
         LLM(other, page=8, **stored).generate(QUESTIONS, context=context)
     for own in ({"page": 16}, {"bits": 8}):
-        with pytest.raises(SettingError, match=r"page=8, .*stores rows in another way"):
+        with pytest.raises(SettingError, match=r"page=8, .*stores cache entries in another way"):
             llm_of(**own).generate(QUESTIONS, context=context)
     with pytest.raises(ValueError, match="must be a PackedContext"):
         llm.generate(QUESTIONS, context="book.kvf")
-    with pytest.raises(SettingError, match=r"has 300 tokens, and .* which are 256"):
+    with pytest.raises(SettingError, match=r"has 300 tokens, and max_tokens is 256"):
         llm.pack(tokens(1, 300)[0].tolist())
     with pytest.raises(SettingError, match="sliding window"):
         LLM(tiny("mistral-sliding"), kv_bytes=2**22).pack(BOOK)
@@ -227,7 +227,7 @@ class Books:
                     stub._cell(slot, group, row)[:] = ids[position] + 1, position
             pool.truncate(slot, [len(kept), len(ids)])
             lengths, pages = pool.dump(slot)
-            made = PackedContext(token_ids=tuple(ids), rows=lengths, pages=tuple(pages), made={})
+            made = PackedContext(token_ids=tuple(ids), rows=lengths, pages=tuple(pages), origin={})
             self.kept[made] = set(kept)
         pool.free_slot(slot)
 
@@ -263,7 +263,7 @@ def test_many_random_events(events: int, pool: str) -> None:
     who is not evicted has the tokens that it has alone."""
     rng = random.Random(2)
     bench = Bench(48, pool=pool, num_slots=5, max_tokens=90, schedule=Schedule(every=9))
-    bench.prefixes._watched = pool == "tracked"  # so that contexts are copied
+    bench.prefixes._updates_metrics = pool == "tracked"  # so that contexts are copied
     books, requests = Books(bench, rng), shared_prompts(100)
     wanted: dict[int, list[int]] = {}
     counts: Counter[str] = Counter()
@@ -277,7 +277,7 @@ def test_many_random_events(events: int, pool: str) -> None:
         bench.engine.submit(request)
         counts["with context" if context else "without"] += 1
         if cache.max_cache_tokens is None:
-            none = PackedContext(token_ids=(), rows=np.zeros(2), pages=(), made={})
+            none = PackedContext(token_ids=(), rows=np.zeros(2), pages=(), origin={})
             books.kept.setdefault(none, set()) if context is None else None
             wanted[request.id] = books.wanted(context or none, prompt, params)
             books.kept.pop(none, None)

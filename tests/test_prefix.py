@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from kvfold.cache.prefix import BlockHasher
-from kvfold.engine.core.compressions import Schedule
+from kvfold.engine.core.compression import Schedule
 from kvfold.engine.requests.request import CacheParams, SamplingParams
 from stub import EOS, PAGE, VOCAB, Bench, reference
 from test_engine_loop import Events
@@ -190,7 +190,7 @@ def test_many_random_events(events: int, pool: str) -> None:
         if i % 8 == 0:
             bench.check()
     crowd.finish()
-    assert not bench.prefixes._coming
+    assert not bench.prefixes._in_progress
     assert bench.scheduler.num_preemptions > events / 1000
     assert bench.prefixes.num_hits > 0.1 * bench.prefixes.num_queries
     ends = Counter(x.finish_reason for x in bench.ended.values())

@@ -7,7 +7,7 @@ import pytest
 from kvfold import LLM, CacheParams, SamplingParams
 from kvfold.cache.eviction import policies
 from kvfold.cache.eviction.policies import POLICIES, get
-from kvfold.engine.core.prefixes import PrefixCache, refusal
+from kvfold.engine.core.prefix_cache import PrefixCache, unsupported_reason
 from kvfold.utils.errors import SettingError
 from models import SERVED, tiny, tokens
 from test_fuzz import model_of, same_up_to_rounding
@@ -34,7 +34,7 @@ def llm_of(model: tuple[str, str | None], **settings) -> LLM:
 def both(llm: LLM, prompts: list[list[int]] = PROMPTS, together: bool = False) -> None:
     """Prompts with and without what others computed."""
     alone = [llm.generate([ids], ASKED, cache=OFF)[0] for ids in prompts]
-    prefixes = llm.engine.scheduler.prefixes
+    prefixes = llm.engine.scheduler.prefix_cache
     assert isinstance(prefixes, PrefixCache) and not prefixes.num_queries
     each = [prompts] if together else [[ids] for ids in prompts]
     found = [x for some in each for x in llm.generate(some, ASKED)]
@@ -56,7 +56,11 @@ def test_tokens_are_the_same(name: str, together: bool) -> None:
 def shareable() -> list[str]:
     pool = llm_of(("llama-gqa", None)).runner.pool
     drawn = {"random", "learned"}  # other rows for every request; not of these models
-    return [x for x in POLICIES if x not in drawn and not refusal(pool, get(x), windows=False)]
+    return [
+        x
+        for x in POLICIES
+        if x not in drawn and not unsupported_reason(pool, get(x), windows=False)
+    ]
 
 
 @pytest.mark.parametrize("policy", SERVED)
@@ -72,14 +76,16 @@ def test_what_was_read_again_is_not_read_once_more(monkeypatch: pytest.MonkeyPat
     policy = get("kvzip-past").changed(chunk=16)
     monkeypatch.setattr(policies, "get", {"kvzip-past": policy}.__getitem__)
     llm, read = llm_of(("llama-gqa", None), evict="kvzip-past", keep_tokens=0.4), []
-    run = llm.runner.replay._read
-    monkeypatch.setattr(llm.runner.replay, "_read", lambda x, y: read.append(y.start) or run(x, y))
+    run = llm.runner.rescorer._rescore
+    monkeypatch.setattr(
+        llm.runner.rescorer, "_rescore", lambda x, y: read.append(y.start) or run(x, y)
+    )
     alone = [llm.generate([ids], ASKED, cache=OFF)[0] for ids in PROMPTS]
     assert read.count(0) == len(PROMPTS)
     del read[:]
     pool, kept = llm.runner.pool, []
     score = pool.copy_scores
-    monkeypatch.setattr(pool, "score", lambda slot, x: kept.append(len(x)) or score(slot, x))
+    monkeypatch.setattr(pool, "copy_scores", lambda slot, x: kept.append(len(x)) or score(slot, x))
     found = [llm.generate([ids], ASKED)[0] for ids in PROMPTS]
     together = llm.generate(PROMPTS, ASKED)
     for own in (found, together):
@@ -128,7 +134,7 @@ def test_answers_begin_the_next_turn() -> None:
         ("mistral-sliding", {}, "sliding window"),
         ("llama-gqa", {"bits": 4, "page": 16, "residual": 16}, "wait unquantised"),
         ("llama-gqa", {"bits": 4, "page": 32, "format": "kivi"}, "wait unquantised"),
-        ("llama-gqa", {"evict": "h2o", "keep_tokens": 0.5}, "scores rows by all queries"),
+        ("llama-gqa", {"evict": "h2o", "keep_tokens": 0.5}, "scores by all queries"),
     ],
 )
 def test_what_cannot_be_shared_is_refused_or_left_out(model: str, settings: dict, why: str) -> None:

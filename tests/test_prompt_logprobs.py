@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvfold import LLM, CacheParams, SamplingParams
-from kvfold.engine.runner import scored
+from kvfold.engine.runner import prompt_logprobs
 from models import tiny, tokens
 from serving import Served, serving, small_llm
 
@@ -38,7 +38,7 @@ def check(found, prompt: list[int]) -> None:
 @pytest.mark.parametrize("chunk", [7, 512])
 def test_they_are_the_dense_models(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In chunks, in blocks of few logits, beside each other and a request that wants none."""
-    monkeypatch.setattr(scored, "MOST", 2000)
+    monkeypatch.setattr(prompt_logprobs, "MOST", 2000)
     llm = llm_of(chunk=chunk)
     plain = SamplingParams(max_new_tokens=4, ignore_eos=True)
     found = llm.generate([*PROMPTS, PROMPTS[0]], [*[WANTED] * len(PROMPTS), plain])
@@ -73,7 +73,9 @@ def test_they_are_known_before_rows_are_evicted() -> None:
 def test_a_packed_context_has_none() -> None:
     llm = llm_of(evict="kvzip", keep_tokens=1.0)
     context = llm.pack(PROMPTS[0], factor=2, measure=False)
-    with pytest.raises(ValueError, match="prompt_logprobs: a packed context is not read again"):
+    with pytest.raises(
+        ValueError, match="prompt_logprobs: the tokens of a packed context are not computed again"
+    ):
         llm.generate(PROMPTS[2], WANTED, context=context)
 
 

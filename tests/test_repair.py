@@ -286,11 +286,11 @@ def test_who_has_a_slot_has_hidden_states_and_nobody_else() -> None:
 
 def test_prefixes_are_not_shared() -> None:
     llm = LLM(tiny("llama-gqa"), **settings_of())
-    assert "repaired" in llm.shares_no_prefix
+    assert "`repair` needs" in llm.shares_no_prefix
     asked = SamplingParams(max_new_tokens=8)
     first = llm.generate([tokens(1, 60)[0].tolist()], asked)[0]
     again = llm.generate([tokens(1, 60)[0].tolist()], asked)[0]
-    assert first.token_ids == again.token_ids and not llm.engine.scheduler.prefixes.num_hits
+    assert first.token_ids == again.token_ids and not llm.engine.scheduler.prefix_cache.num_hits
     with pytest.raises(SettingError, match="would change tokens: rows are repaired"):
         LLM(tiny("llama-gqa"), prefix_caching=True, **settings_of())
 
@@ -303,5 +303,5 @@ def test_without_it_nothing_is_kept() -> None:
 @pytest.mark.parametrize("recipe", ["lean", "swift", "small", "palu-m", "palu-j", "lorc"])
 def test_rows_that_heads_share_are_refused(recipe: str) -> None:
     model = folded("llama-gqa", recipe, 0.5)
-    with pytest.raises(SettingError, match="no head can change its own rows"):
+    with pytest.raises(SettingError, match="a head cannot change its entries alone"):
         runner_of(model)

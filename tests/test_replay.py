@@ -51,10 +51,10 @@ def session_of(runner, ids: list[int]) -> PagedSession:
 
 def metrics_of(runner, ids: list[int], **fields: int):
     policy = get("kvzip").changed(**fields)
-    runner.policy = runner.replay.policy = policy
+    runner.policy = runner.rescorer.policy = policy
     session = session_of(runner, ids)
     session.sequence.cache = CacheParams(keep_tokens=1.0)
-    runner.replay.score(session.sequence)
+    runner.rescorer.score(session.sequence)
     metrics, _, valid = runner.eviction.tracked(session.sequence.open_slot)
     runner.pool.check_integrity()
     return session, metrics, valid
@@ -105,7 +105,7 @@ def test_metrics_are_of_what_attention_adds(name: str, policy: str) -> None:
     model, config = tiny(name), CacheConfig(kv_bytes=2**23, page=4, evict=policy, keep_tokens=0.5)
     runner = build_runner(tiny(name), config, num_slots=2, max_tokens=160)
     session = session_of(runner, ids)
-    runner.replay.score(session.sequence)
+    runner.rescorer.score(session.sequence)
     metrics, _, _ = runner.eviction.tracked(session.sequence.open_slot)
     model.set_attn_implementation("eager")
     family, seen = family_of(model.config), {}
@@ -152,7 +152,7 @@ def test_gradients_of_large_hidden_states_are_finite_in_half_precision() -> None
         config = CacheConfig(kv_bytes=2**23, page=4, evict="kvgrad", keep_tokens=0.5)
         runner = build_runner(model.to(dtype), config, num_slots=1, max_tokens=160)
         session = session_of(runner, ids)
-        runner.replay.score(session.sequence)
+        runner.rescorer.score(session.sequence)
         metrics, _, _ = runner.eviction.tracked(session.sequence.open_slot)
         found.append(metrics[..., :PROMPT])
     assert found[1].isfinite().all()
@@ -179,7 +179,7 @@ def test_output_norms_are_of_what_each_head_alone_adds(name: str, recipe: str | 
 
 def test_rows_are_scored_once_and_again_from_where_they_were_forgotten(runner) -> None:
     session, metrics, _ = metrics_of(runner, tokens(1, PROMPT)[0].tolist(), chunk=16)
-    runner.replay.score(session.sequence)
+    runner.rescorer.score(session.sequence)
     again, _, _ = runner.eviction.tracked(session.sequence.open_slot)
     assert torch.equal(metrics, again)
     session.sequence.rewind(20)
@@ -194,9 +194,9 @@ def test_a_reading_ends_with_the_positions_that_a_model_has_learned(policy: str)
     config = CacheConfig(kv_bytes=2**23, page=4, evict=policy, keep_tokens=0.5)
     runner = build_runner(tiny("opt"), config, num_slots=1, max_tokens=256)
     session = session_of(runner, tokens(1, 250)[0].tolist())
-    asked, forward = [], runner.replay.forward
-    runner.replay.forward = lambda *x: asked.append(x[1].tolist()) or forward(*x)
-    runner.replay.score(session.sequence)
+    asked, forward = [], runner.rescorer.forward
+    runner.rescorer.forward = lambda *x: asked.append(x[1].tolist()) or forward(*x)
+    runner.rescorer.score(session.sequence)
     assert asked[0] == list(range(256 - len(asked[0]), 256)) and len(asked[0]) <= 250
     metrics, _, valid = runner.eviction.tracked(session.sequence.open_slot)
     assert (metrics[valid] > 0).all()
@@ -264,9 +264,9 @@ def test_what_came_later_is_not_seen_where_rows_lie_in_no_order(runner) -> None:
         session.compress()
         session.read(tokens(1, more, seed=3)[0].tolist()) if more else None
         start = by_position(runner, session)
-        runner.replay.policy = runner.policy.changed(chunk=PROMPT)
+        runner.rescorer.policy = runner.policy.changed(chunk=PROMPT)
         with torch.inference_mode():
-            runner.replay._read(session.sequence, range(PROMPT))
+            runner.rescorer._rescore(session.sequence, range(PROMPT))
         both = zip(start, by_position(runner, session), strict=True)
         found.append([{p: y[p] - x[p] for p in x if p < PROMPT} for x, y in both])
         session.__exit__()
@@ -282,11 +282,11 @@ def test_words_come_before_every_piece(runner) -> None:
         def __call__(self, text: str, **how: object) -> dict[str, list[int]]:
             return {"input_ids": [3 + ord(c) % 90 for c in text]}
 
-    replay = runner.replay
+    replay = runner.rescorer
     replay.tokenizer, replay.reply = Letters(), reply_words(Letters())
     session = session_of(runner, tokens(1, PROMPT)[0].tolist())
     scorer, ids = replay.scorer, session.sequence.token_ids
-    first, second = (replay._words(session.sequence, range(x, 40)) for x in (0, 20))
+    first, second = (replay._question(session.sequence, range(x, 40)) for x in (0, 20))
     assert len(first) == len(scorer.prompt) + 1
     assert len(second) == len(scorer.follow) + scorer.lead + 1
     assert second[len(scorer.follow) : -1] == ids[20 - scorer.lead : 20]
@@ -328,7 +328,7 @@ def test_rows_stay_for_their_reading_or_for_their_key() -> None:
     config = CacheConfig(kv_bytes=2**23, page=4, evict="kvzip-keys", keep_tokens=0.5)
     runner = build_runner(tiny("llama-gqa"), config, num_slots=2, max_tokens=160)
     session = session_of(runner, tokens(1, PROMPT)[0].tolist())
-    runner.replay.score(session.sequence)
+    runner.rescorer.score(session.sequence)
     held = [Held(session.sequence.open_slot, PROMPT, Budget(pages=1), None)]
     view = runner.eviction._view(held, runner.policy)
     found = runner.policy.scorer.score(view)

@@ -136,14 +136,14 @@ def backend(monkeypatch: pytest.MonkeyPatch):
 def scored(recipe: Recipe | None, evict: str, settings: dict) -> list[Tensor]:
     """Metrics of a prompt in two pieces; of what is left of it and comes after; and last logits."""
     runner = runner_of(folded(recipe, layers=2), evict=evict, keep_tokens=0.5, **settings)
-    runner.replay.policy = runner.policy = runner.policy.changed(chunk=24)
+    runner.rescorer.policy = runner.policy = runner.policy.changed(chunk=24)
     (one,) = sequences_of(runner, 37)
     step(runner, (one, 37))
     found = []
     for more in (0, 9):
         if more:
             step(runner, (one, more))
-        runner.replay.score(one)
+        runner.rescorer.score(one)
         metrics, positions, valid = (x[0] for x in runner.eviction.tracked(one.open_slot))
         order = positions.masked_fill(~valid, 2**30).argsort(1)
         found += [metrics.where(valid, 0.0).gather(1, order)]

@@ -87,10 +87,10 @@ def test_what_a_server_does_not_get_to_has_a_503() -> None:
     with (
         ThreadPoolExecutor(2) as pool,
         serving(small_llm(), limits=Limits(drain_seconds=0), log=lines.append) as served,
-        served.llm.engine.turn.take(),  # nothing is answered
+        served.llm.engine.lock.hold(),  # nothing is answered
     ):
         calls = [pool.submit(served.post, **ask, stream=stream) for stream in (False, True)]
-        while len(served.llm.engine.turn._inbox) < 2:
+        while len(served.llm.engine.lock._calls) < 2:
             threading.Event().wait(0.02)
         served.server.should_exit = True
         assert {call.result(30).status_code for call in calls} == {200, 503}

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvfold.engine.requests.request import Request, SamplingParams
 from kvfold.engine.runner import sampler
-from kvfold.engine.runner.edits import edits_of
+from kvfold.engine.runner.edits import logit_edits
 from kvfold.engine.runner.sampler import _likeliest, _limit, _sort, sample
 from kvfold.ops import noise
 
@@ -255,7 +255,7 @@ def edited(logits: Tensor, prompt: list[int], outputs: list[int], **settings) ->
     params = SamplingParams(**settings)
     request = Request(id=0, token_ids=prompt + outputs, num_prompt=len(prompt), sampling=params)
     out = logits[None].clone()
-    if edits := edits_of([request], [EOS]):
+    if edits := logit_edits([request], [EOS]):
         applied = edits.apply(out)
         changed = out[0].clone()
         applied.undo()
@@ -318,7 +318,7 @@ def test_edits_of_a_row_leave_the_others_and_logprobs_alone() -> None:
     rows = [SamplingParams(logprobs=1), SamplingParams(logprobs=1, logit_bias={4: 100})]
     requests = [Request(id=0, token_ids=[1], num_prompt=1, sampling=x) for x in rows]
     logits = LOGITS.repeat(2, 1)
-    found = sample(logits, rows, [0, 0], [1, 1], edits_of(requests, [])).choices(rows)
+    found = sample(logits, rows, [0, 0], [1, 1], logit_edits(requests, [])).choices(rows)
     assert [x.token for x in found] == [int(LOGITS.argmax()), 4]
     assert torch.equal(logits, LOGITS.repeat(2, 1))
     assert found[1].logprobs.chosen == pytest.approx(float(LOGITS.log_softmax(-1)[4]))
@@ -338,7 +338,7 @@ def test_logits_of_16_bits_are_what_they_are_in_fp32(asked: dict) -> None:
     requests = [Request(id=0, token_ids=[1], num_prompt=1, sampling=x) for x in rows]
     place = [3] * 50, range(50)
     found, wanted = (
-        sample(x, rows, *place, edits_of(requests, [])).choices(rows)
+        sample(x, rows, *place, logit_edits(requests, [])).choices(rows)
         for x in (logits, logits.float())
     )
     assert found == wanted

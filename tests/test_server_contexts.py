@@ -94,10 +94,14 @@ def test_a_server_refuses_contexts_that_it_cannot_take(book: PackedContext) -> N
         finally:
             serving_llm.close()
 
-    with pytest.raises(SettingError, match=r"was packed with .*stores rows in another way"):
+    with pytest.raises(
+        SettingError, match=r"was packed with .*stores cache entries in another way"
+    ):
         start(small_llm(**HOW | {"bits": 4}))
     tokens = len(book.token_ids)
-    with pytest.raises(SettingError, match=rf"context has {tokens} tokens, .* are {tokens}:"):
+    with pytest.raises(
+        SettingError, match=rf"context has {tokens} tokens, and max_tokens is {tokens}:"
+    ):
         start(small_llm(**HOW, max_tokens=tokens))
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from kvfold import SamplingParams
 from kvfold.engine.api.llm import LLM
-from kvfold.engine.runner.edits import edits_of
+from kvfold.engine.runner.edits import logit_edits
 from kvfold.server.limits import Limits
 from serving import Served, httpx, serving, small_llm
 
@@ -58,7 +58,7 @@ MANY = {
 @pytest.mark.parametrize("prompt", ["x", ["x"] * 16])
 def test_settings_are_read_once(small: Served, counted, name: str, prompt: Any) -> None:
     shared, checked = counted(LLM, "shared"), counted(SamplingParams, "__post_init__")
-    read = counted(LLM, "encode_behind")
+    read = counted(LLM, "encode_after")
     asked = {"prompt": prompt, "max_tokens": 2, "seed": 1, **MANY[name]}
     found = small.ask(n=16 if prompt == "x" else 1, **asked)
     assert len(found["choices"]) == 16
@@ -81,7 +81,7 @@ def test_a_grammar_is_asked_once_what_may_come_first(small: Served, counted) -> 
     pytest.importorskip("xgrammar", reason='needs pip install "kvfold[structured]"')
     from kvfold.engine.api.grammar import GrammarProcess
 
-    asked = counted(GrammarProcess, "ask")
+    asked = counted(GrammarProcess, "prepare")
     form = {"structured_outputs": {"regex": "[0-9]{3}"}}
     found = small.ask(prompt="a", n=8, max_tokens=1, temperature=1.0, **form)["choices"]
     assert all(x["text"].isdigit() for x in found) and len(asked) == 1
@@ -107,7 +107,7 @@ def test_edits_are_of_every_setting(small: Served) -> None:
     )
     request, _ = small.llm.request([4, 30], wanted, None)
     request.token_ids += [7, 5, 7, 5]
-    edits = edits_of([request], {2})
+    edits = logit_edits([request], {2})
     assert edits is not None and list(edits.masked) == [0] and not edits.refused
     told = {
         token: (bias, repetition, penalty)

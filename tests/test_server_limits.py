@@ -194,7 +194,7 @@ def ends(small: Served, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_full_queue_says_when_to_come_again(small: Served, ends: list[str]) -> None:
     body = LONG | {"n": 6, "stream": True}
     with (
-        small.llm.engine.turn.take(),  # so that none of them ends meanwhile
+        small.llm.engine.lock.hold(),  # so that none of them ends meanwhile
         small.client.stream("POST", "/v1/completions", json=body),
     ):
         answer = small.post(prompt="a")
@@ -209,12 +209,12 @@ def test_who_leaves_is_cancelled(small: Served, ends: list[str]) -> None:
     body = json.dumps(LONG | {"n": 6}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     place = (small.client.base_url.host, small.client.base_url.port)
-    turn = small.llm.engine.turn
-    with turn.take():  # so that none of them ends meanwhile
+    turn = small.llm.engine.lock
+    with turn.hold():  # so that none of them ends meanwhile
         with socket.create_connection(place) as client:
             client.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-            until(lambda: len(turn._inbox) == 6)
-        until(lambda: len(turn._inbox) == 12)  # each is to be added, and to be cancelled
+            until(lambda: len(turn._calls) == 6)
+        until(lambda: len(turn._calls) == 12)  # each is to be added, and to be cancelled
     idle(small)
     assert ends == ["cancelled"] * 6
 
@@ -372,7 +372,7 @@ def test_nothing_is_lost_in_a_crowd_of_clients(seconds: int, caching: bool) -> N
         assert grown < 2**25, f"{grown / 2**20:.1f} MiB more than before {crowd.counts}"
         assert served.client.get("/health").status_code == 200
     scheduler = llm.engine.scheduler
-    prefixes = scheduler.prefixes
+    prefixes = scheduler.prefix_cache
     hits = prefixes.num_hits / max(1, prefixes.num_queries)
     print(f"{crowd.counts}, {hits:.0%} of prompts cached, {scheduler.num_preemptions} pre-empted, ")
     print(f"{grown / 2**20:.1f} MiB more")

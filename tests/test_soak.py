@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvfold.engine.core import scheduler
-from kvfold.engine.core.compressions import Schedule
+from kvfold.engine.core.compression import Schedule
 from kvfold.engine.requests.request import CacheParams, Request
 from memory import resident
 from stub import Bench, in_threads, mixed_requests, reference, stream

@@ -7,7 +7,7 @@ import pytest
 
 import soak_engine
 from kvfold import LLM, SamplingParams
-from kvfold.engine.core import flight
+from kvfold.engine.core import launched
 from kvfold.engine.runner import sampler
 from models import tiny
 
@@ -67,7 +67,7 @@ def test_a_step_that_fails_after_the_model_changes_no_answer(
             raise ValueError("no memory for the logits")
         return found
 
-    monkeypatch.setattr(flight, "sample", sample)
+    monkeypatch.setattr(launched, "sample", sample)
     found = llm.generate(prompts, sampling)
     if evict == "kv-compress":
         assert {x.error for x in found} == {"ValueError: no memory for the logits"}

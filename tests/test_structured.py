@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("xgrammar", reason='needs pip install "kvfold[structured]"')
 
 from kvfold import LLM, SamplingParams
-from kvfold.engine.api.grammar import Grammars, Guide
-from kvfold.engine.core import flight
+from kvfold.engine.api.grammar import GrammarGuide, Grammars
+from kvfold.engine.core import launched
 from kvfold.engine.runner import sampler
 from serving import Served, serving, small_llm
 
@@ -92,7 +92,7 @@ def test_a_grammar_goes_on_after_pre_emptions_and_steps_run_again(llm: LLM, monk
             raise ValueError("lost")
         return found
 
-    monkeypatch.setattr(flight, "sample", sample)
+    monkeypatch.setattr(launched, "sample", sample)
     outputs = []
     for request in requests:
         llm.engine.submit(request)
@@ -108,12 +108,12 @@ def test_a_guide_reads_every_token_once(llm: LLM) -> None:
     (wanted,) = llm.generate("A", SamplingParams(json_schema=SCHEMA, **LENGTH))
     guide = llm.request("A", SamplingParams(json_schema=SCHEMA), None)[0].guide
     for count in range(len(wanted.token_ids)):
-        first, again = (guide.allowed(wanted.token_ids[:count]) for _ in range(2))
+        first, again = (guide.allowed_tokens(wanted.token_ids[:count]) for _ in range(2))
         assert (first == again).all()
         token = wanted.token_ids[count]
         assert first[token // 32] >> (token % 32) & 1
     with pytest.raises(RuntimeError, match="none that the grammar allows"):
-        guide.allowed((*wanted.token_ids[:-1], 1))
+        guide.allowed_tokens((*wanted.token_ids[:-1], 1))
 
 
 def test_a_grammar_is_compiled_once(llm: LLM) -> None:
@@ -192,7 +192,7 @@ def test_settings_that_leave_no_token_are_the_clients_mistake(small: Served, beg
 
 
 def test_an_engine_alone_needs_a_guide(llm: LLM) -> None:
-    with pytest.raises(ValueError, match="need a guide"):
+    with pytest.raises(ValueError, match="need a `guide`"):
         llm.engine.add([1], SamplingParams(regex="a"))
 
 
@@ -201,7 +201,7 @@ def test_a_slow_schema_holds_up_nobody_else(small: Served, monkeypatch) -> None:
     begun, go = threading.Event(), threading.Event()
     guide = Grammars.guide
 
-    def slow(self: Grammars, sampling: SamplingParams, *more: Any) -> Guide:
+    def slow(self: Grammars, sampling: SamplingParams, *more: Any) -> GrammarGuide:
         begun.set()
         assert go.wait(30)
         return guide(self, sampling, *more)

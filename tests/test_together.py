@@ -54,7 +54,7 @@ def test_outputs_are_those_of_chunks_one_by_one(case: str, monkeypatch) -> None:
         return parts
 
     monkeypatch.setattr("kvfold.engine.runner.runner.metadata_of", spy)
-    monkeypatch.setattr(metadata, "TOGETHER", {"cpu"})
+    monkeypatch.setattr(metadata, "BATCHED_DEVICES", {"cpu"})
     found = served(**CASES[case])
     for own, other in zip(found, alone, strict=True):
         assert own.token_ids == other.token_ids
@@ -72,7 +72,7 @@ def test_those_of_other_lengths_keep_their_order(lengths, evict, monkeypatch) ->
     keep |= {"page": 8, "kv_bytes": 2**22, "max_tokens": 160, "prefix_caching": False}
     llm = LLM(model_of("llama-gqa", None), **keep)
     alone = llm.generate(prompts, ASKED)
-    monkeypatch.setattr(metadata, "TOGETHER", {"cpu"})
+    monkeypatch.setattr(metadata, "BATCHED_DEVICES", {"cpu"})
     assert llm.generate(prompts, ASKED) == alone
 
 
@@ -82,7 +82,7 @@ def test_last_queries_are_kept_of_all(monkeypatch) -> None:
     for types in (frozenset(), {"cpu"}):
         scorer = Curious(continual=True)
         policy = Policy(scorer=scorer, window=8)
-        monkeypatch.setattr(metadata, "TOGETHER", types)
+        monkeypatch.setattr(metadata, "BATCHED_DEVICES", types)
         monkeypatch.setattr(policies, "get", {"snapkv": policy}.__getitem__)
         served(evict="snapkv", max_cache_tokens=16)
         seen.append([torch.cat([x.flatten() for x in layer[2:]]) for layer in scorer.seen[0]])
@@ -91,15 +91,15 @@ def test_last_queries_are_kept_of_all(monkeypatch) -> None:
 
 
 def test_short_ones_begin_with_their_first_token_again() -> None:
-    piece = metadata._Piece
+    piece = metadata._ChunkPart
     some = [piece(None, 3, 4, 4, False), piece(None, 9, 2, 2, False)]
-    assert np.array_equal(metadata._tokens(some), [[3, 4, 5, 6], [9, 9, 9, 10]])
+    assert np.array_equal(metadata._padded_tokens(some), [[3, 4, 5, 6], [9, 9, 9, 10]])
 
 
 def test_who_goes_together() -> None:
     def joins(observed: bool, *counts: int, stop: int = 0) -> bool:
-        *some, last = [metadata._Piece(None, 0, n, stop or n, observed) for n in counts]
-        return metadata._joins(some, last)
+        *some, last = [metadata._ChunkPart(None, 0, n, stop or n, observed) for n in counts]
+        return metadata._fits_call(some, last)
 
     assert joins(False, 40, 40, 20) and not joins(False, 40, 40, 19)
     assert joins(True, 8, 8) and not joins(True, 8, 7)

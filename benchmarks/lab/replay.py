@@ -72,9 +72,9 @@ def measure(
         size = {"batch": 1, "longest": tokens}
         engine = served.build_engine(model, shape, tracked, **size, evict="kvzip", repair=repair)
         runner = served.runner_of(engine)
-        assert runner.replay is not None
-        runner.policy = runner.eviction.policy = runner.replay.policy = policy
-        scorer = runner.replay.scorer
+        assert runner.rescorer is not None
+        runner.policy = runner.eviction.policy = runner.rescorer.policy = policy
+        scorer = runner.rescorer.scorer
         first, found = operations(shape, tokens, scorer)
         yield Row(
             shape=shape,
@@ -93,8 +93,12 @@ def measure(
 
 def _costs(runner: ModelRunner, tokens: int, keep: float) -> dict[str, Any]:
     """Of the three parts: times in ms, and bytes of the first two."""
-    assert runner.replay is not None
-    parts = partial(_prefill, runner), runner.replay.score, lambda x: runner.eviction.compress([x])
+    assert runner.rescorer is not None
+    parts = (
+        partial(_prefill, runner),
+        runner.rescorer.score,
+        lambda x: runner.eviction.compress([x]),
+    )
     found: list[list[tuple[float, int | None]]] = []
     for _ in range(1 + RUNS):
         with _sequence(runner, tokens, keep) as sequence:
@@ -107,7 +111,7 @@ def _costs(runner: ModelRunner, tokens: int, keep: float) -> dict[str, Any]:
 
 @contextmanager
 def _sequence(runner: ModelRunner, tokens: int, keep: float) -> Iterator[Request]:
-    sequence = Request.by_hand(runner.pool.allocate_slot())
+    sequence = Request.unscheduled(runner.pool.allocate_slot())
     sequence.token_ids = [i % 97 + 3 for i in range(tokens)]
     sequence.cache = CacheParams(keep_tokens=keep)
     sequence.prefill_until(tokens)

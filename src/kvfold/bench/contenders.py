@@ -79,7 +79,7 @@ class Ours(Contender):
 
     def first_token(self, tokens: int) -> Run:
         engine = self._engine(1, tokens + 1)
-        self.chunk = engine.scheduler.longest_chunk
+        self.chunk = engine.scheduler.max_chunk
         one = SamplingParams(max_new_tokens=1, ignore_eos=True)
         place = self.variant, SHAPES[self.shape], self.model.device.type
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from kvfold.bench.variants import DTYPE, ROPE_BASES, SHAPES, Variant, variant_layout
 from kvfold.cache.pool import Pool
 from kvfold.config import CacheConfig
-from kvfold.engine.core.compressions import Schedule
+from kvfold.engine.core.compression import Schedule
 from kvfold.engine.core.engine import Engine, StepOutput, default_chunk
 from kvfold.engine.requests.request import CacheParams, SamplingParams
 from kvfold.engine.runner.build import build_runner
@@ -112,7 +112,7 @@ def fill(engine: Engine, batch: int, tokens: int, new: int, cache: CacheParams) 
     pool.arena.random_(0, 64)
     sampling = SamplingParams(max_new_tokens=new, ignore_eos=True)
     for number in range(batch):
-        engine.adopt(engine.add([number % 97 + 3] * tokens, sampling, cache), tokens - 1)
+        engine.start_computed(engine.add([number % 97 + 3] * tokens, sampling, cache), tokens - 1)
     if pool.layout.tracked:
         _number_rows(pool)
 

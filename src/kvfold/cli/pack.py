@@ -107,4 +107,4 @@ def read(path: Path, storage: Storage) -> "tuple[CacheConfig, PackedContext]":
             "`context` says how the cache stores tokens: beside it give `kv_bytes` alone"
         )
     found = PackedContext.load(path)
-    return cache_of(found.made["settings"], size), found
+    return cache_of(found.origin["settings"], size), found

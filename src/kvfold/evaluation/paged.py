@@ -27,7 +27,7 @@ class PagedSession(Session):
         self.can_rewind = runner.can_rewind
 
     def __enter__(self) -> Self:
-        self.sequence = Request.by_hand(self.runner.pool.allocate_slot())
+        self.sequence = Request.unscheduled(self.runner.pool.allocate_slot())
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -41,7 +41,7 @@ class PagedSession(Session):
         sequence.token_ids += tokens
         batch = Batch(chunks=(sequence.next_chunk(len(tokens)),))
         logits = self.runner.run_all(batch)
-        self.runner.slide(batch)
+        self.runner.free_outside_windows(batch)
         sequence.advance(len(tokens))
         return logits[None]
 

@@ -125,9 +125,9 @@ def _read(runner: ModelRunner, ids: list[int]) -> tuple[list[Tensor], list[Tenso
     """Of every layer: hidden states with a one [T, D + 1], and log scores [T, Hk]."""
     with PagedSession(runner) as session, _seen(runner) as seen:
         session.read(ids, prompt=len(ids))
-        assert runner.replay is not None
+        assert runner.rescorer is not None
         hidden = [torch.cat(x) for x in seen]
-        runner.replay.score(session.sequence)
+        runner.rescorer.score(session.sequence)
         metrics, _, _ = runner.eviction.tracked(session.sequence.open_slot)
     scores = metrics[0].clamp(min=LEAST).log()
     layout, found = runner.pool.layout, []

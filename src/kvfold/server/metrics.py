@@ -146,7 +146,7 @@ class _Now(Collector):
         yield self._gauge("vllm:num_requests_waiting", "Choices.", len(scheduler.waiting))
         share = used / pool.num_bytes
         yield self._gauge("vllm:kv_cache_usage_perc", "Used share of the pool, 1 is all.", share)
-        prefixes, compressions = scheduler.prefixes, scheduler.compressions
+        prefixes, compressions = scheduler.prefix_cache, scheduler.compressions
         for name, text, value in (
             ("vllm:prefix_cache_queries", "Tokens of choices let in.", prefixes.num_queries),
             ("vllm:prefix_cache_hits", "Of them those known already.", prefixes.num_hits),
@@ -185,13 +185,13 @@ class _Now(Collector):
         yield self._config()
 
     def _loaded(self) -> Metric:
-        prefixes = self.llm.engine.scheduler.prefixes
+        prefixes = self.llm.engine.scheduler.prefix_cache
         labels = ["model_name", "context"]
         found = GaugeMetricFamily(
             "kvfold:context_bytes", "Of a packed context in the pool; 0: not loaded.", labels=labels
         )
         for name, context in self.contexts.items():
-            size = context.num_bytes if prefixes.holds(context) else 0
+            size = context.num_bytes if prefixes.is_loaded(context) else 0
             found.add_metric([self.model, name], size)
         return found
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvfold.engine.api.async_llm import AsyncLLM, AsyncStream, Opened
+from kvfold.engine.api.async_llm import AsyncLLM, AsyncStream, OpenRequest
 from kvfold.engine.api.detokenizer import decoder_of
 from kvfold.engine.requests.packed import PackedContext
 from kvfold.engine.requests.prompts import Prompt
@@ -21,7 +21,7 @@ from kvfold.server.tokens import TokenTexts
 from kvfold.utils.errors import SettingError, renamed
 from kvfold.utils.tokens import encode, encode_prompt, most_characters, surely_longer
 
-Asked = tuple[Prompt, SamplingParams, CacheParams]
+PromptSpec = tuple[Prompt, SamplingParams, CacheParams]
 MOST_SCORES = 2**20  # log-probabilities of prompts in an answer
 MOST_TOKENIZED = 2**17  # tokens of a text that /tokenize counts, where no sequence is as long
 
@@ -172,7 +172,9 @@ class Service:
         finally:
             self._reading -= 1
 
-    async def open(self, asked: Sequence[Asked], context: PackedContext | None = None) -> "Choices":
+    async def open(
+        self, asked: Sequence[PromptSpec], context: PackedContext | None = None
+    ) -> "Choices":
         """Queue choices, all or none. Raises APIError where the queue is full."""
         self._admit(len(asked))
         self._preparing += len(asked)
@@ -208,7 +210,7 @@ def _renamed(refusal: SettingError) -> APIError:
         return from_value_error(error)
 
 
-def _check_scores(opened: Sequence[Opened]) -> None:
+def _check_scores(opened: Sequence[OpenRequest]) -> None:
     """Raises SettingError for more log-probabilities of prompts than an answer should hold."""
     wanted = [(x.num_prompt, x.sampling.prompt_logprobs) for x, _ in opened]
     count = sum(tokens * (1 + top) for tokens, top in wanted if top is not None)

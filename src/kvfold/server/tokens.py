@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from kvfold.engine.api.detokenizer import UNREAD, Decode, Detokenizer, decoder_of
-from kvfold.utils.tokens import encode
+from kvfold.engine.api.detokenizer import REPLACEMENT, Decode, Detokenizer, decoder_of
+from kvfold.utils.text import encode
 
 
 class TokenTexts:
@@ -39,4 +39,4 @@ class Offsets:
 
 def utf8(text: str) -> list[int] | None:
     """Bytes of a token's text; None of a part of a character, which has no text."""
-    return None if UNREAD in text else list(text.encode())
+    return None if REPLACEMENT in text else list(text.encode())

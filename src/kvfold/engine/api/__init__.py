@@ -1,1 +1,1 @@
-"""What programs call: LLM, AsyncLLM, streams, text and grammars."""
+"""The Python API: LLM, AsyncLLM, output streams, text and grammars."""

@@ -1,4 +1,4 @@
-"""Text in, text out for event loops: an engine that a thread of its own steps."""
+"""LLM for event loops (asyncio): a thread steps the engine, and other threads tokenise."""
 
 import asyncio
 import logging
@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from kvfold.engine.api.grammar import Guide
+from kvfold.engine.api.grammar import GrammarGuide
 from kvfold.engine.api.llm import (
     LLM,
-    Asked,
     Completion,
-    Opening,
+    PromptSpec,
+    RequestBuilder,
     completion_of,
 )
-from kvfold.engine.api.stream import Answer, Reading
+from kvfold.engine.api.stream import OutputDecoder, OutputReader
 from kvfold.engine.core.engine import Engine
 from kvfold.engine.requests.packed import PackedContext
 from kvfold.engine.requests.prompts import Prompt
@@ -26,47 +26,48 @@ from kvfold.engine.requests.request import CacheParams, Request, SamplingParams,
 from kvfold.utils.tokens import encode_prompt
 
 logger = logging.getLogger(__name__)
-COMPILERS = 4  # grammars that are compiled at once, each in a process
-LONG = 2**15  # characters or token ids that take a while to read: 0.03 s of a core
-Opened = tuple[Request, Answer]
+COMPILERS = 4  # grammars compiled at the same time, each in a process
+LONG = 2**15  # characters or token ids that take 0.03 s of a CPU core to tokenise
+OpenRequest = tuple[Request, OutputDecoder]
 
 
 class EngineFault(RuntimeError):
-    """The engine failed, and serves nobody any more."""
+    """The engine has failed and serves no more requests."""
 
 
 @dataclass(eq=False)
-class _Box:
-    """Outputs on their way to an event loop, which is told with `news`."""
+class _Mailbox:
+    """Outputs on their way to an event loop, which waits for `news`."""
 
     loop: asyncio.AbstractEventLoop
-    outputs: deque[StepOutput] = field(default_factory=deque)  # whose methods are atomic
+    outputs: deque[StepOutput] = field(default_factory=deque)  # a deque's methods are atomic
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class EngineThread:
-    """Steps an engine while requests that came by here are open. Nobody who reads can block it:
-    outputs wait in boxes, at most as many as a request has tokens.
+    """Steps an engine in a thread while submitted requests are open. A slow reader does not block
+    it: outputs wait in mailboxes, at most as many as a request has tokens.
 
-    fault: what ended it, if anything did. Every open request then ends with reason "error".
+    fault: the error that stopped the engine, if any. All open requests then end with reason
+        "error".
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.fault: BaseException | None = None
-        self._open: dict[int, _Box] = {}  # submitted, and not delivered to the end
-        self._full: deque[_Box] = deque()  # boxes with news
+        self._open: dict[int, _Mailbox] = {}  # mailbox of each request that has not ended
+        self._full: deque[_Mailbox] = deque()  # mailboxes with new outputs
         self._lock, self._work, self._closed = threading.Lock(), threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="kvfold-engine", daemon=True)
         self._thread.start()
 
     @property
     def num_open(self) -> int:
-        """Requests that were submitted and have not ended."""
+        """Number of submitted requests that have not ended."""
         return len(self._open)
 
-    def submit(self, request: Request, box: _Box) -> None:
-        """Queue a request. Raises EngineFault where nobody would serve it."""
+    def submit(self, request: Request, box: _Mailbox) -> None:
+        """Queue a request. Raises EngineFault if the engine has stopped."""
         with self._lock:
             if self.fault is not None or self._closed:
                 raise EngineFault(f"the engine {self._state}")
@@ -75,12 +76,12 @@ class EngineThread:
         self._work.set()
 
     def cancel(self, id: int) -> None:
-        """End a request, unless the engine failed and took all with it."""
+        """End a request, unless the engine has failed and ended it already."""
         if self.fault is None:
             self.engine.cancel(id)
 
     def close(self) -> None:
-        """Cancel what is open and end the thread, after the step in hand."""
+        """Cancel open requests, and stop the thread after the current step."""
         with self._lock:
             self._closed = True
         for id in tuple(self._open):
@@ -97,13 +98,13 @@ class EngineThread:
         try:
             while self._open or not self._closed:
                 if self._open:
-                    self.engine.work(())
+                    self.engine.step_or_wait(())
                     self._tell()
                 else:
                     self._work.wait()
                     self._work.clear()
-        except BaseException as error:  # our bug, or a device that is lost: nothing is sure now
-            logger.critical("the engine failed; it serves nobody any more", exc_info=error)
+        except BaseException as error:  # our bug, or a lost device: no state can be trusted
+            logger.critical("the engine failed; it serves no more requests", exc_info=error)
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
@@ -115,54 +116,54 @@ class EngineThread:
             self._deliver(box, ended)
         self._tell()
 
-    def _deliver(self, box: _Box, output: StepOutput) -> None:
+    def _deliver(self, box: _Mailbox, output: StepOutput) -> None:
         box.outputs.append(output)
         self._full.append(box)
         if output.finish_reason is not None:
             self._open.pop(output.id, None)
 
     def _tell(self) -> None:
-        """Say to every event loop once which boxes have news."""
-        found: dict[asyncio.AbstractEventLoop, set[_Box]] = {}
+        """Notify each event loop once of its mailboxes with new outputs."""
+        boxes_of_loop: dict[asyncio.AbstractEventLoop, set[_Mailbox]] = {}
         while self._full:
             box = self._full.popleft()
-            found.setdefault(box.loop, set()).add(box)
-        for loop, boxes in found.items():
+            boxes_of_loop.setdefault(box.loop, set()).add(box)
+        for loop, boxes in boxes_of_loop.items():
             try:
                 loop.call_soon_threadsafe(_ring, boxes)
-            except RuntimeError:  # it was closed, and nobody is left to read
+            except RuntimeError:  # the loop is closed, so nobody reads these outputs
                 for id in [id for id, box in tuple(self._open.items()) if box in boxes]:
                     self.cancel(id)
 
 
-def _ring(boxes: Iterable[_Box]) -> None:
+def _ring(boxes: Iterable[_Mailbox]) -> None:
     for box in boxes:
         box.news.set()
 
 
-class AsyncStream(Reading, AsyncIterator[StepOutput]):
-    """Outputs of requests as they come, to their ends, in the event loop that opened it. Leaving an
+class AsyncStream(OutputReader, AsyncIterator[StepOutput]):
+    """The outputs of requests as they come, in the event loop that opened the stream. Leaving an
     `async with` block closes it.
 
-    requests: by id, in the order they were given.
+    requests: by id, in the order of submission.
     """
 
-    def __init__(self, driver: EngineThread, opened: Sequence[Opened]) -> None:
+    def __init__(self, driver: EngineThread, opened: Sequence[OpenRequest]) -> None:
         super().__init__(driver.cancel)
-        self._box = _Box(asyncio.get_running_loop())
+        self._box = _Mailbox(asyncio.get_running_loop())
         self.requests = {request.id: request for request, _ in opened}
-        for request, answer in opened:
+        for request, decoder in opened:
             driver.submit(request, self._box)
-            self._answers[request.id] = answer
+            self._decoders[request.id] = decoder
 
     async def __anext__(self) -> StepOutput:
         box = self._box
-        while self._answers:
+        while self._decoders:
             box.news.clear()
             if not box.outputs:
                 await box.news.wait()
                 continue
-            if (output := self._read(box.outputs.popleft())) is not None:
+            if (output := self._decode(box.outputs.popleft())) is not None:
                 return output
         raise StopAsyncIteration
 
@@ -177,26 +178,26 @@ def _size(prompt: Prompt) -> int:
     return len(prompt) if isinstance(prompt, str | Sequence) else 0
 
 
-def _parts(asked: Sequence[Asked]) -> list[list[Asked]]:
-    """Requests in order, in parts of LONG characters or token ids, or of one prompt's. Choices of
-    the same prompt, which is read once, are in one part."""
-    parts: list[list[Asked]] = []
-    total, before = 0, None
-    for one in asked:
-        size = 0 if one[0] is before else _size(one[0])
+def _parts(specs: Sequence[PromptSpec]) -> list[list[PromptSpec]]:
+    """Split requests, in order, into parts of at most LONG characters or token ids, or of one
+    prompt. Requests with the same prompt, which is tokenised once, are in one part."""
+    parts: list[list[PromptSpec]] = []
+    total, previous_prompt = 0, None
+    for spec in specs:
+        size = 0 if spec[0] is previous_prompt else _size(spec[0])
         if not parts or total + size > LONG:
             parts, total = [*parts, []], 0
-        parts[-1].append(one)
-        total, before = total + size, one[0]
+        parts[-1].append(spec)
+        total, previous_prompt = total + size, spec[0]
     return parts
 
 
 class AsyncLLM:
-    """An `LLM` for event loops: a thread of its own takes all steps, two others tokenise, one of
-    them long texts, and others wait for grammars, which may take seconds.
+    """An `LLM` for event loops. One thread runs all steps, two tokenise (one of them long texts),
+    and others wait for grammars, whose compilation may take seconds.
 
-    model: what `LLM` takes, with its settings, or an LLM, which others may go on using. Close it,
-    or use it in an `async with` block: its thread lives until then.
+    model: what `LLM` takes, with its settings; or an LLM, which others may continue to use. Close
+        it, or use it in an `async with` block: its threads live until then.
     """
 
     def __init__(self, model: Any, **settings: Any) -> None:
@@ -205,8 +206,8 @@ class AsyncLLM:
         self.llm = model if isinstance(model, LLM) else LLM(model, **settings)
         self.driver = EngineThread(self.llm.engine)
         self._closed = False
-        self._leave: set[threading.Event] = set()  # of those who wait for grammars
-        if self.llm.tokenizer is not None:  # the first call may change it, and the others not
+        self._leave: set[threading.Event] = set()  # stop events of grammar compilations
+        if self.llm.tokenizer is not None:  # the first call may modify it: not thread-safe
             encode_prompt(self.llm.tokenizer, "a")
         self._tokenising = ThreadPoolExecutor(1, "kvfold-tokenise")
         self._long = ThreadPoolExecutor(1, "kvfold-tokenise-long")
@@ -214,7 +215,7 @@ class AsyncLLM:
 
     @property
     def fault(self) -> BaseException | None:
-        """What the engine failed of, if it did: nothing is served any more."""
+        """The error that stopped the engine, if any. It then serves no more requests."""
         return self.driver.fault
 
     async def generate(
@@ -225,9 +226,9 @@ class AsyncLLM:
         cache: CacheParams | None = None,
         context: PackedContext | None = None,
     ) -> Completion:
-        """The completion of one prompt, behind a context, if any. Cancelling the task cancels the
-        request. Raises ValueError for a prompt that can never be served, EngineFault where the
-        engine failed."""
+        """Complete one prompt, after a packed context if there is one. Cancelling the task cancels
+        the request. Raises ValueError if the request can never be served, EngineFault if the engine
+        has failed."""
         async with await self.stream(prompt, sampling, cache=cache, context=context) as stream:
             return completion_of([output async for output in stream])
 
@@ -239,8 +240,8 @@ class AsyncLLM:
         cache: CacheParams | None = None,
         context: PackedContext | None = None,
     ) -> AsyncStream:
-        """Outputs of one request as they come: `async for output in await llm.stream(prompt)`.
-        Raises as `generate` does, before it returns."""
+        """The outputs of one request as they come: `async for output in await llm.stream(prompt)`.
+        Raises like `generate`, before it returns."""
         return await self.open([(prompt, sampling, cache)], context)
 
     async def chat(
@@ -250,21 +251,24 @@ class AsyncLLM:
         *,
         cache: CacheParams | None = None,
     ) -> Completion:
-        """The answer to a conversation, as `LLM.chat`."""
+        """The assistant's answer to a conversation, see `LLM.chat`."""
         prompt = await self.run(self.llm.encode_chat, messages)
         return await self.generate(prompt, sampling, cache=cache)
 
     async def open(
         self,
-        asked: Sequence[Asked],
+        specs: Sequence[PromptSpec],
         context: PackedContext | None = None,
-        check: Callable[[Sequence[Opened]], None] | None = None,
+        check: Callable[[Sequence[OpenRequest]], None] | None = None,
     ) -> AsyncStream:
-        """Outputs of several requests, all of them or none, as they come. context: what all of them
-        go on from. check: may refuse the requests, before one of them is queued."""
-        guides = await self._guides(asked)  # which keep their grammars until requests have them
-        opening, opened = Opening(self.llm, context), list[Opened]()
-        for part in _parts(asked):  # others have their turn between two
+        """The outputs of several requests as they come. All of them are queued, or none.
+
+        context: packed context that all start from. check: called with all requests before one is
+            queued, and may raise.
+        """
+        guides = await self._guides(specs)  # keeps the grammars alive until requests use them
+        opening, opened = RequestBuilder(self.llm, context), list[OpenRequest]()
+        for part in _parts(specs):  # other calls may run between two parts
             size = max(_size(prompt) for prompt, _, _ in part)
             opened += await self.run(opening.requests, part, size=size)
         del guides
@@ -273,16 +277,16 @@ class AsyncLLM:
         return AsyncStream(self.driver, opened)
 
     async def run(self, function: Any, *arguments: Any, size: int = 0) -> Any:
-        """Call what takes a while, such as a tokenizer, beside the event loop. size: characters or
-        tokens of what is read: long ones wait for each other, and nobody else for them. What is
-        cancelled before its turn is never called."""
+        """Call a slow function, such as a tokenizer, in a thread. size: characters or tokens of its
+        input; long inputs have their own thread, so that short ones do not wait for them. A call
+        that is cancelled before it starts is never made."""
         loop = asyncio.get_running_loop()
         thread = self._long if size > LONG else self._tokenising
         return await loop.run_in_executor(thread, function, *arguments)
 
-    async def _guides(self, asked: Sequence[Asked]) -> list[Guide]:
-        """Of their grammars, so that `open` finds them ready. Cancelling ends the work."""
-        guided = list({x.but_seed: x for _, x, _ in asked if x is not None and x.guided}.values())
+    async def _guides(self, specs: Sequence[PromptSpec]) -> list[GrammarGuide]:
+        """Compile the grammars of requests in advance. Cancelling stops it."""
+        guided = {x.identity_but_seed: x for _, x, _ in specs if x is not None and x.guided}
         if not guided:
             return []
         self._leave.add(leave := threading.Event())
@@ -290,14 +294,15 @@ class AsyncLLM:
             leave.set()
         try:
             return await asyncio.get_running_loop().run_in_executor(
-                self._compiling, lambda: [self.llm.grammars.guide(x, leave) for x in guided]
+                self._compiling,
+                lambda: [self.llm.grammars.guide(x, leave) for x in guided.values()],
             )
         finally:
             leave.set()
             self._leave.discard(leave)
 
     def close(self) -> None:
-        """Cancel what is open, end the threads."""
+        """Cancel open requests, and stop the threads."""
         self._closed = True
         for leave in tuple(self._leave):
             leave.set()

@@ -1,5 +1,6 @@
-"""Text that keeps to a JSON schema or a regular expression: which tokens may come next, by
-xgrammar, an extra. It works in other processes (`grammar_process`), which a deadline ends.
+"""Constrain a text to a JSON schema or a regular expression: which tokens may come next. Uses
+xgrammar, an optional dependency, in other processes (see `grammar_process`), which a deadline can
+end.
 
 Shapes: V vocabulary.
 """
@@ -27,21 +28,23 @@ from kvfold.utils.errors import SettingError
 from kvfold.utils.tokens import check_text
 
 COMPILE_SECONDS = 10.0  # most time to compile a grammar
-MASK_SECONDS = 0.5  # most time of a core to say which tokens may come next
-WAIT_SECONDS = 0.8  # most time to wait for that, on a machine that has more to do
+MASK_SECONDS = 0.5  # most CPU time to compute the mask of a token
+WAIT_SECONDS = 0.8  # most time to wait for a mask, on a busy machine
 START_SECONDS = 120.0  # most time to load xgrammar
-NUM_KEPT = 8  # grammars whose processes stay when no sequence needs them
-NUM_REFUSED, REFUSED_SECONDS = 256, 60.0  # of grammars that took too long: told again at once
+NUM_IDLE = 8  # most grammar processes that stay alive without a sequence
+NUM_REFUSED, REFUSED_SECONDS = 256, 60.0  # grammars to refuse at once, since they took too long
 BOTH = "`json_schema` and `regex`"
-_PLACE = re.compile(r"^\[[\d:]+\] \S+?:\d+: ")  # of an error, in xgrammar's source
-_GONE = "ended"  # a process that its deadline or the limit of memory ended
+_PLACE = re.compile(r"^\[[\d:]+\] \S+?:\d+: ")  # position in xgrammar's source in its errors
+_GONE = "ended"  # the process was ended by its deadline or its memory limit
 
 
 class GrammarProcess:
-    """A grammar in a process that has compiled it, for any number of sequences and threads.
+    """A process with one compiled grammar, for any number of sequences and threads.
 
-    refusal: why it answers no more. leave: nobody waits for it any more. Raises SettingError for
-    what is no grammar, or takes too long, RuntimeError where it is left.
+    refusal: why it answers no more. leave: set if nobody waits for the grammar any more.
+
+    Raises SettingError for an invalid grammar, or one that takes too long; RuntimeError if `leave`
+    is set.
     """
 
     def __init__(
@@ -50,14 +53,14 @@ class GrammarProcess:
         self.kind, self.refusal = kind, ""
         self._talk, self._key, self._refuse = talk, (kind, text), refuse
         self._lock, self._numbers = Lock(), count()
-        self._dropped: deque[int] = deque()  # whose methods are atomic: finalizers drop
-        self._asked: list[tuple[int, tuple[int, ...]]] = []  # and not sent yet
+        self._dropped: deque[int] = deque()  # atomic methods, since finalizers append to it
+        self._pending: list[tuple[int, tuple[int, ...]]] = []  # calls of `prepare` to be sent
         self._answers: dict[int, np.ndarray | str] = {}
         talk.send((kind, text, COMPILE_SECONDS, MASK_SECONDS))
         deadline = monotonic() + COMPILE_SECONDS + 1
         while leave is not None and not talk.poll(0.1) and monotonic() < deadline:
             if leave.is_set():
-                talk.close()  # which ends the process
+                talk.close()  # this ends the process
                 raise RuntimeError("nobody waits for the grammar")
         why = self._receive(deadline)
         if why == _GONE:
@@ -73,38 +76,39 @@ class GrammarProcess:
         return too_slow(self.kind, self.refusal)
 
     def open(self) -> int:
-        """The number of another sequence."""
+        """Number of a new sequence."""
         return next(self._numbers)
 
     def drop(self, number: int) -> None:
-        """Forget a sequence, with what is asked next."""
+        """Forget a sequence, with the next message."""
         self._dropped.append(number)
 
-    def ask(self, number: int, tokens: Sequence[int]) -> None:
-        """Have tokens taken in, and what may come next looked for, once it is sent."""
+    def prepare(self, number: int, tokens: Sequence[int]) -> None:
+        """Let a sequence accept tokens and compute its next mask, after the next `flush`."""
         with self._lock:
-            self._asked.append((number, tuple(tokens)))
+            self._pending.append((number, tuple(tokens)))
 
-    def send(self) -> None:
-        """Send what was asked for: of all sequences in one message, since each wakes a process."""
+    def flush(self) -> None:
+        """Send the pending calls of all sequences in one message, since each message wakes the
+        process."""
         with self._lock:
             self._send()
 
     def _send(self) -> None:
-        if self.refusal or not self._asked:
+        if self.refusal or not self._pending:
             return
         dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
         for gone in dropped:
             self._answers.pop(gone, None)
-        asked, self._asked = self._asked, []
+        pending, self._pending = self._pending, []
         try:
-            self._talk.send((asked, dropped))
+            self._talk.send((pending, dropped))
         except OSError:
             self._end_slow()
 
     def answer(self, number: int, deadline: float) -> np.ndarray | str:
-        """The tokens that may come next, as bits, or what is wrong with those that came. Raises
-        SettingError where it takes too long."""
+        """The bit mask of tokens that may come next, or what is wrong with the accepted tokens.
+        Raises SettingError if it takes too long."""
         with self._lock:
             self._send()
             while number not in self._answers:
@@ -130,44 +134,44 @@ class GrammarProcess:
         self._end(f"takes over {MASK_SECONDS:g} s, or too much memory, for a token")
 
     def _end(self, why: str) -> None:
-        """The process ends as well: at once, or when it looks for more to do."""
+        """Refuse this grammar, and end the process, at the latest when it waits for a message."""
         self.refusal = why
         self._refuse.add(self._key, why)
         self._talk.close()
 
 
-class Guide:
-    """One sequence's place in a grammar; see `request.Guide`."""
+class GrammarGuide:
+    """Matches one sequence against a grammar; implements `request.Guide`."""
 
     def __init__(self, process: GrammarProcess) -> None:
         self._process, self._number, self._num_read = process, process.open(), 0
-        self._deadline: float | None = None  # of an answer that was asked for
+        self._deadline: float | None = None  # of a pending answer
         self._bits: np.ndarray | None = None
         self._error: str | None = None
 
-    def twin(self) -> "Guide":
-        """Another sequence's place, at the beginning, as this one's is: what may come first is
-        known there if it is known here."""
+    def copy(self) -> "GrammarGuide":
+        """A guide for another sequence, before its first token. It shares the mask of the first
+        token, if that is known."""
         assert not self._num_read, f"{self._num_read} tokens were read"
-        twin = Guide(self._process)
-        twin._bits, twin._error = self._bits, self._error
-        return twin
+        other = GrammarGuide(self._process)
+        other._bits, other._error = self._bits, self._error
+        return other
 
-    def ask(self, outputs: Sequence[int]) -> None:
-        """Have what may follow outputs looked for, once it is sent."""
+    def prepare(self, outputs: Sequence[int]) -> None:
+        """Start computing the mask that follows `outputs`, after the next `flush`."""
         new = outputs[self._num_read :]
         if self._deadline is None and (self._bits is None or new):
-            self._process.ask(self._number, new)
+            self._process.prepare(self._number, new)
             self._num_read, self._deadline = len(outputs), monotonic() + WAIT_SECONDS
 
-    def send(self) -> None:
-        """Send what was asked for, so that `allowed` need not wait as long."""
-        self._process.send()
+    def flush(self) -> None:
+        """Send the prepared calls, so that `allowed_tokens` waits for less time."""
+        self._process.flush()
 
-    def allowed(self, outputs: Sequence[int]) -> np.ndarray:
-        """Reads the outputs that came since the last call: a step that is run again, or a prompt
-        prefilled again, changes nothing."""
-        self.ask(outputs)
+    def allowed_tokens(self, outputs: Sequence[int]) -> np.ndarray:
+        """Accepts the outputs since the last call. A step that is run again, or a prompt that is
+        prefilled again, has no further effect."""
+        self.prepare(outputs)
         if self._deadline is not None and self._error is None:
             answer = self._process.answer(self._number, self._deadline)
             self._deadline = None
@@ -185,7 +189,7 @@ class Guide:
 
 
 class Refusals:
-    """Grammars that took too long, for a while: who sends one again is told at once."""
+    """Grammars that took too long, for a while: the same grammar is then refused at once."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[tuple[str, str], tuple[float, str]] = OrderedDict()
@@ -198,7 +202,7 @@ class Refusals:
                 self._known.popitem(last=False)
 
     def check(self, key: tuple[str, str]) -> None:
-        """Raises SettingError for one of them."""
+        """Raises SettingError for a grammar that took too long."""
         with self._lock:
             since, why = self._known.get(key, (0.0, ""))
         if why and monotonic() - since < REFUSED_SECONDS:
@@ -206,6 +210,7 @@ class Refusals:
 
 
 def too_slow(kind: str, why: str) -> SettingError:
+    """The error for a grammar that takes too long."""
     most, _ = resource.getrlimit(resource.RLIMIT_AS)
     limit = f", or give the server more memory: ulimit -v allows it {most} bytes"
     return SettingError(
@@ -215,8 +220,11 @@ def too_slow(kind: str, why: str) -> SettingError:
 
 
 class Grammars:
-    """Grammars for a tokenizer, each compiled once and kept for a while. vocab: V of the logits.
-    eos_ids: what ends a text that is complete. Raises SettingError where something is missing."""
+    """The grammars of a tokenizer. Each is compiled once and kept for a while.
+
+    vocab: V of the logits. eos_ids: tokens that end a complete text. Raises SettingError if
+        xgrammar, a tokenizer or an end token is missing.
+    """
 
     def __init__(self, tokenizer: Any, vocab: int, eos_ids: Collection[int]) -> None:
         if find_spec("xgrammar") is None:
@@ -231,19 +239,19 @@ class Grammars:
             tokenizer, vocab_size=vocab, stop_token_ids=sorted(eos_ids)
         )
         self._known: str = known.serialize_json()
-        self._starter: socket.socket | None = None  # of processes, one for each grammar
+        self._starter: socket.socket | None = None  # to the process that forks one per grammar
         self._refusals, self._lock = Refusals(), Lock()
         self._in_use: weakref.WeakValueDictionary[tuple[str, str], GrammarProcess] = (
             weakref.WeakValueDictionary()
         )
-        self._kept: OrderedDict[tuple[str, str], GrammarProcess] = OrderedDict()
+        self._recent: OrderedDict[tuple[str, str], GrammarProcess] = OrderedDict()
 
-    def guide(self, sampling: SamplingParams, leave: Event | None = None) -> Guide:
-        """A sequence's, from its beginning. leave: ends the wait, with a RuntimeError. Raises
-        SettingError for a grammar that is none, or takes too long."""
+    def guide(self, sampling: SamplingParams, leave: Event | None = None) -> GrammarGuide:
+        """A guide for a new sequence. leave: ends the wait, with a RuntimeError. Raises
+        SettingError for an invalid grammar, or one that takes too long."""
         name = "regex" if sampling.json_schema is None else "json_schema"
         check_text(name, text := getattr(sampling, name))
-        return Guide(self._process((name, text), leave))
+        return GrammarGuide(self._process((name, text), leave))
 
     def _process(self, key: tuple[str, str], leave: Event | None) -> GrammarProcess:
         self._refusals.check(key)
@@ -252,19 +260,19 @@ class Grammars:
         if process is None or process.refusal:
             process = GrammarProcess(self._fork(), *key, self._refusals, leave)
         with self._lock:
-            self._in_use[key] = self._kept[key] = process
-            self._kept.move_to_end(key)
-            while len(self._kept) > NUM_KEPT:
-                self._kept.popitem(last=False)
+            self._in_use[key] = self._recent[key] = process
+            self._recent.move_to_end(key)
+            while len(self._recent) > NUM_IDLE:
+                self._recent.popitem(last=False)
         return process
 
     def _fork(self) -> Connection:
-        """To another process, which waits for a grammar."""
+        """A connection to a new process, which waits for a grammar."""
         ours, theirs = socket.socketpair()
         with self._lock, theirs:
             try:
                 self._send(theirs)
-            except OSError:  # it was ended from outside
+            except OSError:  # the starter was killed
                 self._starter = None
                 self._send(theirs)
         return Connection(ours.detach())
@@ -274,16 +282,16 @@ class Grammars:
         socket.send_fds(self._starter, [b"1"], [theirs.fileno()])
 
     def _start(self) -> socket.socket:
-        """Load xgrammar in a process that starts the others. It ends with this object."""
+        """Start the process that loads xgrammar and forks the others. It ends with this object."""
         ours, theirs = socket.socketpair()
         call = [sys.executable, "-m", "kvfold.engine.api.grammar_process", str(theirs.fileno())]
         with theirs:
-            # A session of its own: Ctrl-C is for who asked.
+            # In its own session, so that Ctrl-C does not reach it.
             process = subprocess.Popen(
                 call,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,  # xgrammar writes there what clients send
+                stderr=subprocess.DEVNULL,  # xgrammar prints the grammars of clients
                 start_new_session=True,
             )
         weakref.finalize(self, _end, process, ours)

@@ -1,8 +1,8 @@
-"""Grammars in processes of their own, which end at a deadline: xgrammar may take minutes and
-gigabytes for a short text, and nothing stops it inside a process.
+"""Compile and match grammars in separate processes, which end at a deadline: xgrammar may take
+minutes and gigabytes for a short grammar, and cannot be stopped within a process.
 
-`python -m kvfold.engine.api.grammar_process DESCRIPTOR` loads xgrammar and forks a process for each
-grammar that it is sent a socket for. It ends when its starter does.
+`python -m kvfold.engine.api.grammar_process DESCRIPTOR` loads xgrammar and forks one process for
+each socket that it is sent. It ends with the process that started it.
 """
 
 import fcntl
@@ -17,15 +17,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-MEMORY = 2**31  # bytes that a grammar may take
+MEMORY = 2**31  # most bytes that a grammar may allocate
 
 
 def main(descriptor: int) -> None:
-    """Fork a process for every socket that comes, until the starter ends."""
-    import numpy  # noqa: F401  # before it forks
+    """Fork a process for every socket received, until the starting process ends."""
+    import numpy  # noqa: F401  # before forking
     import xgrammar
 
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # child processes are not waited for
     starter = socket.socket(fileno=descriptor)
     talk = Connection(os.dup(descriptor))
     known = xgrammar.TokenizerInfo.deserialize_json(talk.recv())
@@ -42,17 +42,18 @@ def main(descriptor: int) -> None:
 
 
 def _serve(talk: Connection, known: Any) -> None:
-    """One grammar, and every sequence that keeps to it. Ends the process."""
+    """Serve one grammar and all its sequences. Ends the process."""
     try:
         _limit_memory()
         _answer(talk, known)
-    except (EOFError, OSError):  # the other side has closed it
+    except (EOFError, OSError):  # the other side closed the connection
         pass
     finally:
         os._exit(0)
 
 
 def _answer(talk: Connection, known: Any) -> None:
+    """Compile the grammar, then answer messages with bit masks."""
     import numpy as np
     import xgrammar
 
@@ -68,20 +69,20 @@ def _answer(talk: Connection, known: Any) -> None:
     talk.send(None)
     matchers: dict[int, Any] = {}
     while True:
-        asked, dropped = talk.recv()
+        calls, dropped = talk.recv()
         for gone in dropped:
             matchers.pop(gone, None)
-        bits, errors = np.zeros((len(asked), width), dtype=np.int32), {}
-        for row, (number, tokens) in enumerate(asked):
+        bits, errors = np.zeros((len(calls), width), dtype=np.int32), {}
+        for row, (number, tokens) in enumerate(calls):
             matcher = matchers.get(number) or xgrammar.GrammarMatcher(compiled)
             matchers[number] = matcher
             with _alarm(mask_seconds, signal.ITIMER_PROF):
-                wrong = next((x for x in tokens if not matcher.accept_token(x)), None)
-                if wrong is None:
+                rejected = next((x for x in tokens if not matcher.accept_token(x)), None)
+                if rejected is None:
                     matcher.fill_next_token_bitmask(bits, row)
                 else:
-                    errors[number] = f"token {wrong} is none that the grammar allows"
-        talk.send(([number for number, _ in asked], bits.tobytes(), errors))
+                    errors[number] = f"token {rejected} is none that the grammar allows"
+        talk.send(([number for number, _ in calls], bits.tobytes(), errors))
 
 
 def _compile(compiler: Any, kind: str, text: str) -> Any:
@@ -93,8 +94,8 @@ def _compile(compiler: Any, kind: str, text: str) -> Any:
 
 @contextmanager
 def _alarm(seconds: float, clock: int) -> Iterator[None]:
-    """The kernel ends this process where what is inside takes longer: by a clock that goes on, or
-    by this process's time on a core (ITIMER_PROF), however busy the machine is."""
+    """Let the kernel end this process if the block takes longer than `seconds`: of real time, or of
+    this process's CPU time (ITIMER_PROF), however busy the machine is."""
     signal.setitimer(clock, seconds)
     yield
     signal.setitimer(clock, 0)
@@ -102,13 +103,13 @@ def _alarm(seconds: float, clock: int) -> Iterator[None]:
 
 @contextmanager
 def _ends_with(talk: Connection) -> Iterator[None]:
-    """The kernel ends this process where the other side closes its end meanwhile; on Linux."""
+    """Let the kernel end this process if the other side closes the connection meanwhile (Linux)."""
     descriptor = talk.fileno()
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     signal.signal(signal.SIGIO, signal.SIG_DFL)
     fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_ASYNC)
-    if talk.poll():  # it was closed before that
+    if talk.poll():  # closed before the signal was set up
         raise EOFError
     yield
     fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)

@@ -1,4 +1,4 @@
-"""Text in, text out: a model, its tokenizer and an engine."""
+"""LLM: text in, text out. A model with its tokenizer and an engine."""
 
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
@@ -9,12 +9,12 @@ from typing import Any
 from kvfold.cache.eviction.policy import Policy
 from kvfold.config import CacheConfig, Setting, check_types, settings_of
 from kvfold.engine.api.detokenizer import Decode, StopStrings, decoder_of
-from kvfold.engine.api.grammar import Grammars, Guide
+from kvfold.engine.api.grammar import GrammarGuide, Grammars
 from kvfold.engine.api.pack import Packer, Report, check_pages
-from kvfold.engine.api.stream import Answer, Stream
-from kvfold.engine.core.compressions import Schedule
+from kvfold.engine.api.stream import OutputDecoder, Stream
+from kvfold.engine.core.compression import Schedule
 from kvfold.engine.core.engine import Engine, default_chunk, default_step_seconds, token_ids
-from kvfold.engine.core.prefixes import PrefixCache, refusal
+from kvfold.engine.core.prefix_cache import PrefixCache, unsupported_reason
 from kvfold.engine.requests.packed import PackedContext, layout_key
 from kvfold.engine.requests.prompts import Prompt, as_list, check_params, spread
 from kvfold.engine.requests.request import (
@@ -26,7 +26,7 @@ from kvfold.engine.requests.request import (
     TokenLogprobs,
 )
 from kvfold.engine.runner.build import build_runner
-from kvfold.engine.runner.edits import edits_of
+from kvfold.engine.runner.edits import logit_edits
 from kvfold.engine.runner.sizes import sizes
 from kvfold.engine.runner.trial import check_start
 from kvfold.hub.loading import check_loaded, load, load_config, load_tokenizer
@@ -47,15 +47,18 @@ from kvfold.utils.tokens import (
     surely_longer,
 )
 
-Asked = tuple[Prompt, SamplingParams | None, CacheParams | None]
-# Settings that say how rows are stored, of a CacheConfig.
+PromptSpec = tuple[Prompt, SamplingParams | None, CacheParams | None]
+# Fields of a CacheConfig that determine how cache entries are stored.
 STORED = ("page", "bits", "zeros", "sub_group", "rotate", "format", "evict")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """A request's outputs. error says why, where finish_reason is "error". prompt_logprobs: of all
-    but the prompt's first token, where they are wanted."""
+    """The outputs of one request.
+
+    error: the error message if finish_reason is "error". prompt_logprobs: if requested, of all
+        prompt tokens but the first.
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -66,35 +69,41 @@ class Completion:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shared:
-    """What requests share whose settings differ in their seed at most. textless: the settings
-    without texts, which an engine does not see; guide: at a grammar's beginning."""
+class SharedSettings:
+    """What requests share if their settings differ at most in the seed.
+
+    textless: the settings without texts, for the engine. guide: at the beginning of the grammar.
+        decode: token ids to text. stops: the compiled stop strings.
+    """
 
     textless: SamplingParams
-    guide: Guide | None
+    guide: GrammarGuide | None
     decode: Decode | None
     stops: StopStrings | None
 
 
 class LLM:
-    """Generation over one paged cache, from any number of threads.
+    """Text generation with continuous batching on one paged cache, from any number of threads.
 
-    model: a name (directory, GGUF file, hub id, `reference:gqa`, or a folder of maps, for the base
-    that they name) or a loaded causal LM, folded or plain, which stays as it was, unless it is
-    `owned`: nobody else needs it, and attentions take no memory twice, as by its name. tokenizer:
-    needed with a loaded model for text prompts.
-    max_sequences: most requests at once. max_tokens: longest request, prompt and outputs (default:
-    the model's positions). chunk: most prompt tokens of a request in one step (default: 2048 on
-    CUDA, else 512), or four times as many where nobody decodes and kernels read prompts; on a CPU
-    fewer beside requests that decode, so that a step takes a quarter of a second. seed: of
-    what policies draw; a request's tokens are drawn with its own.
-    prefix_caching: requests that begin alike compute their beginning once (default: where that
-    changes no tokens; True: refuse a cache where it would). maps: beside the weights of a model of
-    any type, or their folder or hub id (see `kvfold.attach`).
+    model: a name (directory, GGUF file, hub id, `reference:gqa`, or a folder of maps, which names
+        its base model) or a loaded causal LM, folded or not. A loaded model does not change, unless
+        `owned`.
+    tokenizer: needed for text prompts of a loaded model.
+    max_sequences: most requests that run at once.
+    max_tokens: longest request, prompt and outputs (default: the model's positions).
+    chunk: most prompt tokens of a request in one step (default: 2048 on CUDA, else 512). Four times
+        as many if no request decodes and a kernel supports it. On a CPU fewer while requests
+        decode, so that a step takes a quarter of a second.
+    seed: of eviction policies that draw random numbers; requests have their own seeds.
+    owned: nobody else uses the loaded model, so attention weights are not copied.
+    prefix_caching: requests that share a prefix compute it once (default: if that changes no
+        tokens; True: raise an error if it would).
+    maps: sidecar maps for a model of any type, or their folder or hub id (see `kvfold.attach`).
     settings: fields of `CacheConfig`: kv_bytes, bits, evict, keep_tokens, page and so on. With
-    `evict`, a policy's name or a `kvfold.Policy`, every request needs a budget, these settings' or
-    its own; keep_tokens=1 evicts nothing.
-    Raises ValueError for what cannot work.
+        `evict`, a policy's name or a `kvfold.Policy`, every request needs a budget, from these
+        settings or its own; keep_tokens=1 evicts nothing.
+
+    Raises ValueError for settings that cannot work.
     """
 
     def __init__(
@@ -134,7 +143,7 @@ class LLM:
             check_loaded(model, device, dtype)
         self.tokenizer = tokenizer
         self._fingerprint = fingerprint(model)
-        max_tokens = _most_tokens(model.config, max_tokens)
+        max_tokens = _max_tokens(model.config, max_tokens)
         self.runner = build_runner(
             model,
             self.cache,
@@ -159,20 +168,21 @@ class LLM:
             max_batch_tokens=max(4 * chunk, max_sequences),
             step_seconds=default_step_seconds(device_type),
             schedule=schedule,
-            prefixes=self._prefixes(prefix_caching),
+            prefix_cache=self._prefix_cache(prefix_caching),
         )
 
-    def _prefixes(self, wanted: bool | None) -> PrefixCache | None:
-        """Raises SettingError where prefixes are wanted that would change tokens."""
+    def _prefix_cache(self, wanted: bool | None) -> PrefixCache | None:
+        """The engine's prefix cache, or None. Raises SettingError if prefix caching is requested
+        but would change tokens."""
         runner = self.runner
         has = {"windows": bool(runner.sliding), "repairs": runner.repair is not None}
-        self.shares_no_prefix = refusal(runner.pool, runner.policy, **has)
+        self.shares_no_prefix = unsupported_reason(runner.pool, runner.policy, **has)
         if wanted and self.shares_no_prefix:
             raise SettingError(
                 f"`prefix_caching=True` would change tokens: {self.shares_no_prefix}. Leave it out"
             )
         if wanted is False and not self.shares_no_prefix:
-            self.shares_no_prefix = "as asked"
+            self.shares_no_prefix = "prefix_caching=False"
         if runner.sliding or runner.pool.layout.residual or runner.pool.low_rank is not None:
             return None
         return PrefixCache(runner.pool, runner.policy, blocks=self.shares_no_prefix is None)
@@ -185,14 +195,17 @@ class LLM:
         measure: bool = True,
         progress: Report | None = None,
     ) -> PackedContext:
-        """A context compressed once, for any number of requests to begin with.
+        """Compress the cache of a text once, so that any number of requests can start from it.
 
-        text: or its token ids. factor: how many times fewer bits its rows are to have than at 16
-        bits uncompressed, of dimensions and bits that are kept too; rows are kept in whole pages of
-        every group on average, one at least, and never fewer than the policy protects. measure: ask
-        the model to repeat a sample of it. progress(what, done, total) follows. Requests that run
-        wait meanwhile. Raises ValueError where nothing can be evicted that has to be, or it does
-        not fit the model or the pool.
+        text: text or token ids.
+        factor: compression compared with 16 bits uncompressed, including the compression by
+            dimensions and bits. Eviction keeps whole pages of each group on average, at least one,
+            and never fewer tokens than the policy protects.
+        measure: let the model repeat a sample of the text, to measure the loss.
+        progress: called with (phase, done, total).
+
+        Running requests wait meanwhile. Raises ValueError if eviction is needed but not set up, or
+        if the text does not fit the model or the pool.
         """
         Setting(least=1).check("factor", factor, float | int)
         with renamed(prompt="text"):
@@ -202,17 +215,17 @@ class LLM:
                 "`evict`: a packed context stores its policy by name, and this one is an object: "
                 "give a name, such as 'kvzip'"
             )
-        with self.engine.turn.take():
+        with self.engine.lock.hold():
             packer = Packer(self.runner, self.tokenizer, self.engine.scheduler.chunk, progress)
             rows, pages, report = packer.pack(ids, factor, measure)
         stored = {x: getattr(self.cache, x) for x in STORED}
         settings = stored | {"page": self.runner.pool.layout.page}
-        made = {"key": self._context_key, "settings": settings, "report": report}
-        return PackedContext(token_ids=tuple(ids), rows=rows, pages=tuple(pages), made=made)
+        origin = {"key": self._context_key, "settings": settings, "report": report}
+        return PackedContext(token_ids=tuple(ids), rows=rows, pages=tuple(pages), origin=origin)
 
     @property
     def _context_key(self) -> dict[str, str]:
-        """What a packed context has to be made with to serve here."""
+        """Identifies model and layout: a packed context must have the same key."""
         layout = layout_key(self.runner.pool.layout, self.cache.rotate)
         return {"model": self._fingerprint, "layout": layout}
 
@@ -224,21 +237,23 @@ class LLM:
         cache: CacheParams | Sequence[CacheParams] | None = None,
         context: PackedContext | None = None,
     ) -> list[Completion]:
-        """One completion a prompt, in order. prompts: text, token ids, or a list of either.
-        sampling, cache: for all prompts, or one for each. context: what all of them go on from.
+        """Complete prompts. Returns one completion per prompt, in order.
 
-        Raises ValueError for a prompt that can never be served, and then serves none of them.
+        prompts: text, token ids, or a list of either. sampling, cache: for all prompts, or one
+            each. context: packed context that all prompts follow.
+
+        Raises ValueError, before any prompt runs, if one can never be served.
         """
-        asked = as_list(prompts)
-        each = zip(
-            asked, spread("sampling", sampling, asked), spread("cache", cache, asked), strict=True
+        items = as_list(prompts)
+        specs = zip(
+            items, spread("sampling", sampling, items), spread("cache", cache, items), strict=True
         )
-        opened = Opening(self, context, whole=True).requests(list(each))
-        found: dict[int, list[StepOutput]] = {request.id: [] for request, _ in opened}
-        with Stream(self.engine).open(opened) as stream:
+        requests = RequestBuilder(self, context, whole=True).requests(list(specs))
+        outputs: dict[int, list[StepOutput]] = {request.id: [] for request, _ in requests}
+        with Stream(self.engine).submit(requests) as stream:
             for output in stream:
-                found[output.id].append(output)
-        return [completion_of(outputs) for outputs in found.values()]
+                outputs[output.id].append(output)
+        return [completion_of(request_outputs) for request_outputs in outputs.values()]
 
     def stream(
         self,
@@ -248,9 +263,10 @@ class LLM:
         cache: CacheParams | None = None,
         context: PackedContext | None = None,
     ) -> Stream:
-        """Outputs of one request as they come; leaving the loop early cancels it. Several streams
-        may be read in turns, or in threads: they run together. Raises ValueError at once."""
-        return Stream(self.engine).open([self.request(prompt, sampling, cache, context=context)])
+        """The outputs of one request as they come. Leaving the loop early cancels the request.
+        Several streams may be read in turn, or in threads: their requests run together. Raises
+        ValueError at once."""
+        return Stream(self.engine).submit([self.request(prompt, sampling, cache, context=context)])
 
     def chat(
         self,
@@ -259,13 +275,13 @@ class LLM:
         *,
         cache: CacheParams | None = None,
     ) -> Completion:
-        """The answer to a conversation, by the tokenizer's chat template.
+        """The assistant's answer to a conversation, by the tokenizer's chat template.
 
-        messages: {"role": "system", "user" or "assistant", "content": text} each, or one user's
-        text. Raises ValueError where there is no template.
+        messages: dicts {"role": "system", "user" or "assistant", "content": text}, or the text of
+            one user message. Raises ValueError if there is no chat template.
         """
-        (found,) = self.generate([self.encode_chat(messages)], sampling, cache=cache)
-        return found
+        (completion,) = self.generate([self.encode_chat(messages)], sampling, cache=cache)
+        return completion
 
     def add(
         self,
@@ -273,10 +289,11 @@ class LLM:
         sampling: SamplingParams | None = None,
         cache: CacheParams | None = None,
     ) -> int:
-        """Queue a request whose outputs, tokens without text, `engine.step` returns; its id.
+        """Queue a request, and return its id. `engine.step` returns its outputs, tokens without
+        text.
 
-        Raises ValueError for a prompt that can never be served, and a budget that does not fit what
-        this LLM evicts.
+        Raises ValueError for a prompt that can never be served, or a budget that does not fit this
+        LLM's eviction.
         """
         request, _ = self.request(prompt, sampling, cache)
         self.engine.submit(request)
@@ -290,13 +307,14 @@ class LLM:
         *,
         whole: bool = False,
         context: PackedContext | None = None,
-    ) -> tuple[Request, Answer]:
-        """A request, checked, and how it is read: as it comes, or as a whole. For drivers."""
-        (opened,) = Opening(self, context, whole=whole).requests([(prompt, sampling, cache)])
+    ) -> tuple[Request, OutputDecoder]:
+        """Create and check a request, and the decoder of its outputs. For drivers, which submit it
+        themselves. whole: decode the text at once when the request ends."""
+        (opened,) = RequestBuilder(self, context, whole=whole).requests([(prompt, sampling, cache)])
         return opened
 
-    def shared(self, sampling: SamplingParams) -> "Shared":
-        """What all requests share whose settings are these but for the seed. Raises as
+    def shared(self, sampling: SamplingParams) -> "SharedSettings":
+        """What all requests share whose settings differ from these at most in the seed. Raises like
         `request`."""
         names = "stop_token_ids, allowed_token_ids, bad_words and logit_bias"
         self._check_ids(names, sampling.named_tokens)
@@ -304,65 +322,66 @@ class LLM:
             raise ValueError(f"stop={sampling.stop} needs a tokenizer: pass tokenizer= to LLM")
         guide = self.grammars.guide(sampling) if sampling.guided else None
         textless = replace(sampling, stop=(), bad_words=self._bad_ids(sampling))
-        # Nothing but outputs makes a difference between requests, and none has come.
+        # Before the first output all these requests have the same logit edits.
         first = Request(id=0, token_ids=[], num_prompt=0, sampling=textless, guide=guide)
-        edits = edits_of([first], self.engine.eos_ids)
+        edits = logit_edits([first], self.engine.eos_ids)
         if edits is not None and edits.refused:
             raise edits.refused[0]
         decode = (
             decoder_of(self.tokenizer, sampling.skip_special_tokens) if self.tokenizer else None
         )
         stops = StopStrings(sampling.stop) if sampling.stop else None
-        return Shared(textless=textless, guide=guide, decode=decode, stops=stops)
+        return SharedSettings(textless=textless, guide=guide, decode=decode, stops=stops)
 
     def choice(
         self,
         ids: Sequence[int],
         sampling: SamplingParams,
         cache: CacheParams | None,
-        shared: "Shared",
+        shared: "SharedSettings",
         *,
         whole: bool = False,
         context: PackedContext | None = None,
-    ) -> tuple[Request, Answer]:
-        """What `request` returns, of a prompt's token ids, a context's before them, and of what
-        `shared` made of settings that differ in their seed at most."""
+    ) -> tuple[Request, OutputDecoder]:
+        """Create a request and its decoder, like `request`, from token ids (including those of the
+        context) and from `shared` settings, which differ from `sampling` at most in the seed."""
         self._check_budget(cache or CacheParams())
         textless = shared.textless.changed(seed=sampling.seed)
-        guide = shared.guide.twin() if shared.guide is not None else None
+        guide = shared.guide.copy() if shared.guide is not None else None
         request = self.engine.request(ids, textless, cache, guide, context)
-        answer = Answer(shared.decode, ids, sampling, whole=whole, stops=shared.stops)
-        return request, answer
+        decoder = OutputDecoder(shared.decode, ids, sampling, whole=whole, stops=shared.stops)
+        return request, decoder
 
     @cached_property
     def grammars(self) -> Grammars:
-        """Of texts that keep to a schema. Raises SettingError where there can be none."""
+        """The grammars of this tokenizer. Raises SettingError if grammars are not supported
+        here."""
         vocab = self.model.get_output_embeddings().weight.shape[0]
         return Grammars(self.tokenizer, vocab, self.engine.eos_ids)
 
     def check_weights(self) -> None:
-        """Raises SettingError where the owner of a loaded model has changed it: attention would go
-        on with copies of what it was, all else with what it is."""
+        """Raises SettingError if the owner of a loaded model has changed its weights: the LLM
+        shares some of them, and has copies of others."""
         changed = self._unchanged and self._unchanged.first()
         if changed:
             raise SettingError(
-                f"`model`: {changed} has changed since this LLM was made, which serves a copy of"
-                " some weights and shares others: make a new LLM of the model, or change a copy"
+                f"`model`: {changed} has changed since this LLM was made, which copies some weights"
+                " and shares others: make a new LLM of the model, or change a copy"
             )
 
     def _bad_ids(self, sampling: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Of bad words, as a text begins with them and as they follow other words."""
+        """Token ids of bad words, at the beginning of a text and after other words."""
         words = [x for x in sampling.bad_words if isinstance(x, str)]
         if words and self.tokenizer is None:
             raise ValueError(f"bad_words={words} needs a tokenizer: pass tokenizer= to LLM")
-        found = [x for x in sampling.bad_words if not isinstance(x, str)]
+        bad_ids = [x for x in sampling.bad_words if not isinstance(x, str)]
         texts = [text for word in words for text in (word, f" {word}")]
         with renamed(text="bad_words"):
-            found += map(tuple, encode_all(self.tokenizer, texts))
-        return tuple(dict.fromkeys(filter(None, found)))  # a text may have no tokens
+            bad_ids += map(tuple, encode_all(self.tokenizer, texts))
+        return tuple(dict.fromkeys(filter(None, bad_ids)))  # without texts that have no tokens
 
-    def encode_behind(self, context: PackedContext | None, prompt: Prompt) -> list[int]:
-        """Token ids of a context and what follows it, without another start token."""
+    def encode_after(self, context: PackedContext | None, prompt: Prompt) -> list[int]:
+        """Token ids of a context and the prompt after it, without another start token."""
         self.check_size(prompt)
         if context is None:
             return self.encode(prompt)
@@ -373,8 +392,8 @@ class LLM:
         return [*context.token_ids, *self.encode(prompt)]
 
     def check_size(self, prompt: Prompt) -> None:
-        """Raises SettingError for a prompt that is longer than any sequence, before all of it is
-        tokenised."""
+        """Raises SettingError for a prompt that is longer than any sequence, without tokenising all
+        of it."""
         most = self.runner.pool.max_tokens
         if isinstance(prompt, str) and len(prompt) > most_characters(most):
             raise SettingError(
@@ -388,12 +407,12 @@ class LLM:
         if too_long:
             count = f"over {most}" if isinstance(prompt, str) else len(prompt)
             raise SettingError(
-                f"the prompt has {count} tokens, and a sequence at most `max_tokens` positions, "
-                f"which are {most}: shorten it, or raise them where the model has more"
+                f"the prompt has {count} tokens, and `max_tokens` is {most}: shorten the prompt, "
+                "or raise `max_tokens` if the model has more positions"
             )
 
     def check_context(self, context: PackedContext) -> None:
-        """Raises ValueError for one that requests to this LLM cannot begin with."""
+        """Raises ValueError if requests to this LLM cannot start from a context."""
         if not isinstance(context, PackedContext):
             raise ValueError(
                 f"context must be a PackedContext, of LLM.pack or PackedContext.load; got "
@@ -407,13 +426,13 @@ class LLM:
         tokens, most = len(context.token_ids), self.runner.pool.max_tokens
         if tokens >= most:
             raise SettingError(
-                f"`context` has {tokens} tokens, and a sequence at most `max_tokens` positions, "
-                f"which are {most}: raise them where the model has more"
+                f"`context` has {tokens} tokens, and `max_tokens` is {most}: raise `max_tokens` if "
+                "the model has more positions"
             )
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a text as the tokenizer gives them, special tokens included; ids as they
-        are."""
+        """Token ids of a text, including the tokenizer's special tokens. Token ids are only
+        checked."""
         return self._encode(prompt, encode_prompt)
 
     def _encode(self, prompt: Prompt, how: Callable[[Any, str], list[int]]) -> list[int]:
@@ -434,22 +453,28 @@ class LLM:
     def encode_chat(
         self, messages: str | Sequence[Mapping[str, str]], /, **variables: Any
     ) -> list[int]:
-        """Token ids of a conversation by the chat template, which may know `variables`. Raises
-        ValueError for one that is longer than any sequence, and as `text.render_chat`."""
+        """Token ids of a conversation by the chat template, to which `variables` are passed. Raises
+        ValueError for one that is longer than any sequence, and like `text.render_chat`."""
         if self.tokenizer is None:
             raise ValueError("chat needs a tokenizer with a chat template: pass tokenizer= to LLM")
         text = render_chat(self.tokenizer, messages, **variables)
         self.check_size(text)
         return encode(self.tokenizer, text)
 
-    def _check_budget(self, own: CacheParams) -> None:
-        mine, evict = self.cache, self.cache.evict
-        if evict is None and own.limited:
+    def _check_budget(self, cache: CacheParams) -> None:
+        """Raises ValueError if the budgets of LLM and request do not fit this LLM's eviction."""
+        config, evict = self.cache, self.cache.evict
+        if evict is None and cache.limited:
             raise ValueError(
-                f"cache={own} limits what a request keeps, but this LLM evicts nothing: give it a "
-                "policy, such as evict='kv-compress'"
+                f"cache={cache} limits what a request keeps, but this LLM evicts nothing: give it "
+                "a policy, such as evict='kv-compress'"
             )
-        budgets = (mine.keep_tokens, mine.max_cache_tokens, own.keep_tokens, own.max_cache_tokens)
+        budgets = (
+            config.keep_tokens,
+            config.max_cache_tokens,
+            cache.keep_tokens,
+            cache.max_cache_tokens,
+        )
         if evict is not None and not any(budgets):
             raise ValueError(
                 f"evict={str(evict)!r} needs a budget: set keep_tokens or max_cache_tokens of the "
@@ -457,37 +482,37 @@ class LLM:
             )
 
     def summary(self) -> list[tuple[str, str]]:
-        """Sizes, and how much fits, as (name, value): what a server prints when it starts."""
+        """(name, value) pairs about sizes and capacity, which a server prints when it starts."""
         shares = "on" if self.shares_no_prefix is None else f"off: {self.shares_no_prefix}"
         return [*sizes(self.runner, self.cache), ("prefix caching", shares)]
 
 
-class Opening:
-    """Makes requests that belong together; `context` and `whole` as of `LLM.request`. A prompt that
-    several of them have is tokenised once, and settings that they share are checked once."""
+class RequestBuilder:
+    """Creates requests that belong together: a prompt that several of them share is tokenised once,
+    and shared settings are checked once. context, whole: see `LLM.request`."""
 
     def __init__(self, llm: LLM, context: PackedContext | None, *, whole: bool = False) -> None:
         self.llm, self.context, self.whole = llm, context, whole
         self._default = SamplingParams()
-        self._shared: dict[tuple[int, ...], Shared] = {}
+        self._shared: dict[tuple[int, ...], SharedSettings] = {}
         self._prompts: dict[str | int, list[int]] = {}
 
-    def requests(self, asked: Sequence[Asked]) -> list[tuple[Request, Answer]]:
-        """Of prompts and settings, which must stay alive between calls. Raises as
+    def requests(self, specs: Sequence[PromptSpec]) -> list[tuple[Request, OutputDecoder]]:
+        """Create requests. Their prompts and settings must stay alive between calls. Raises like
         `LLM.request`."""
         self.llm.check_weights()
-        return [self._request(*one) for one in asked]
+        return [self._request(*spec) for spec in specs]
 
     def _request(
         self, prompt: Prompt, sampling: SamplingParams | None, cache: CacheParams | None
-    ) -> tuple[Request, Answer]:
+    ) -> tuple[Request, OutputDecoder]:
         check_params(sampling, cache)
         sampling = sampling or self._default
         name = prompt if isinstance(prompt, str) else id(prompt)
         if name not in self._prompts:
-            self._prompts[name] = self.llm.encode_behind(self.context, prompt)
-        shared = self._shared.get(sampling.but_seed) or self.llm.shared(sampling)
-        self._shared[sampling.but_seed] = shared
+            self._prompts[name] = self.llm.encode_after(self.context, prompt)
+        shared = self._shared.get(sampling.identity_but_seed) or self.llm.shared(sampling)
+        self._shared[sampling.identity_but_seed] = shared
         ids, context = self._prompts[name], self.context
         return self.llm.choice(ids, sampling, cache, shared, whole=self.whole, context=context)
 
@@ -500,9 +525,9 @@ def _cache(settings: dict[str, Any]) -> CacheConfig:
     return CacheConfig(**settings)
 
 
-def _most_tokens(config: Any, wanted: int | None) -> int:
-    """The longest request: `wanted`, or the model's positions. Raises ValueError for more than
-    these, and for none where the model states none."""
+def _max_tokens(config: Any, wanted: int | None) -> int:
+    """The longest request: `wanted`, or the model's positions. Raises ValueError if `wanted` is
+    larger, or if neither is known."""
     limit = position_limit(config)
     if wanted is None:
         if limit is not None:
@@ -518,14 +543,14 @@ def _most_tokens(config: Any, wanted: int | None) -> int:
 
 
 def _eos_ids(model: Any) -> list[int]:
-    found = model.generation_config.eos_token_id
-    if found is None:
+    eos_ids = model.generation_config.eos_token_id
+    if eos_ids is None:
         return []
-    return list(found) if isinstance(found, list | tuple) else [found]
+    return list(eos_ids) if isinstance(eos_ids, list | tuple) else [eos_ids]
 
 
 def completion_of(outputs: list[StepOutput]) -> Completion:
-    """A request's outputs, put together."""
+    """Join a request's outputs to one completion."""
     last = outputs[-1]
     assert last.finish_reason is not None
     logprobs = [item for output in outputs for item in output.logprobs or ()]

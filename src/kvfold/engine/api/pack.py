@@ -1,4 +1,4 @@
-"""From a text to a packed context: read it, compress it, measure what it lost.
+"""Pack a text: prefill it, compress its cache, and measure the loss.
 
 Shapes: N tokens of the context, n tokens of a sample, V tokens of the vocabulary.
 """
@@ -15,36 +15,37 @@ from kvfold.cache.eviction.policies import get
 from kvfold.cache.eviction.scorers.rescoring import as_rescoring
 from kvfold.cache.pool import PoolFull
 from kvfold.engine.requests.request import Batch, CacheParams, Request
-from kvfold.engine.runner.replay import Replay
+from kvfold.engine.runner.rescoring import Rescorer
 from kvfold.engine.runner.runner import ModelRunner
 from kvfold.layout.pages import Ints
 from kvfold.utils.errors import SettingError
 
-Report = Callable[[str, int, int], None]  # what is being done, done, total
-SAMPLES, LENGTH = 4, 64  # pieces of the context that are repeated, and tokens of each
+Report = Callable[[str, int, int], None]  # progress: name of the phase, done, total
+SAMPLES, LENGTH = 4, 64  # samples of the context that the model repeats, and tokens of each
 
 
 def check_pages(runner: ModelRunner) -> None:
-    """Raises SettingError where a sequence's pages do not hold its rows, and nothing else."""
+    """Raises SettingError if a sequence's pages do not hold all its cache entries, and only
+    these."""
     if runner.sliding:
         raise SettingError(
-            "a `context` cannot be packed for a model with a sliding window, which drops its rows "
-            "as a sequence goes on: take another model"
+            "a `context` cannot be packed for a model with a sliding window, which drops old "
+            "entries: use another model"
         )
     if runner.pool.layout.residual:
         raise SettingError(
-            "a `context` cannot be packed where its last rows wait unquantised: leave `residual` "
+            "a `context` cannot be packed if its last entries are unquantised: leave `residual` "
             "and `format` out"
         )
     if runner.pool.low_rank is not None:
         raise SettingError(
-            "a `context` cannot be packed where rows have two widths: compress the model without "
+            "a `context` cannot be packed with entries of two widths: compress the model without "
             "`hybrid`, and set `evict`"
         )
 
 
 class Packer:
-    """Reads contexts through a runner, `chunk` tokens at a time. The engine must rest meanwhile."""
+    """Packs contexts with a runner, `chunk` tokens per step. The engine must not run meanwhile."""
 
     def __init__(
         self, runner: ModelRunner, tokenizer: Any, chunk: int, progress: Report | None
@@ -54,28 +55,28 @@ class Packer:
         policy = runner.policy
         if policy is None or as_rescoring(policy) is None:
             policy = get("kvzip")
-        # What asks for a piece is the same whatever evicts.
-        self.asking = Replay(runner.attention.view, policy, tokenizer, runner._forward)
+        # The prompt to repeat a segment does not depend on the policy that evicts.
+        self.rescorer = Rescorer(runner.attention.view, policy, tokenizer, runner._forward)
 
     def pack(
         self, ids: list[int], factor: float, measure: bool
     ) -> tuple[Ints, list[Tensor], dict[str, Any]]:
-        """Rows int64 [G] and pages of a context whose rows are to have `factor` times fewer bits,
-        and its report."""
+        """Numbers of entries int64 [G] and pages of a context compressed `factor` times, and a
+        report."""
         self._check(len(ids), factor)
-        layout, share = self.pool.layout, 1 / (factor * self.pool.layout.kept_fraction)
-        full = 2 * layout.spec.geometry.full_numbers * len(ids)
-        kept = max(int(share * len(ids)) // layout.page, 1) * layout.page  # whole pages
-        rows, pages, losses = self._packed(ids, min(1.0, kept / len(ids)), measure)
-        return rows, pages, {"factor": factor, "full_bytes": full, **losses}
+        layout, keep = self.pool.layout, 1 / (factor * self.pool.layout.kept_fraction)
+        full_bytes = 2 * layout.spec.geometry.full_numbers * len(ids)
+        num_kept = max(int(keep * len(ids)) // layout.page, 1) * layout.page  # whole pages
+        rows, pages, losses = self._pack(ids, min(1.0, num_kept / len(ids)), measure)
+        return rows, pages, {"factor": factor, "full_bytes": full_bytes, **losses}
 
     def _check(self, size: int, factor: float) -> None:
         check_pages(self.runner)
         if size >= self.pool.max_tokens:
             raise SettingError(
-                f"the context has {size} tokens, and a sequence at most `max_tokens` positions, "
-                f"which are {self.pool.max_tokens}, a question's too: shorten it, or raise them "
-                "where the model has more"
+                f"the context has {size} tokens, and `max_tokens` is {self.pool.max_tokens}, for "
+                "context and question: shorten the context, or raise `max_tokens` if the model has "
+                "more positions"
             )
         if factor * self.pool.layout.kept_fraction > 1 and self.runner.policy is None:
             raise SettingError(
@@ -83,18 +84,18 @@ class Packer:
                 "and `keep_tokens=1`"
             )
 
-    def _packed(
+    def _pack(
         self, ids: list[int], keep: float, measure: bool
     ) -> tuple[Ints, list[Tensor], dict[str, float | None]]:
-        """Of a context of which a share `keep` stays."""
+        """Pack a context of which the share `keep` of the tokens stays."""
         policy = self.runner.policy
-        watched = policy is not None and policy.scorer.needs & {"attention", "queries"}
+        is_observed = policy is not None and policy.scorer.needs & {"attention", "queries"}
         losses: dict[str, float | None] = {"loss": None, "full_loss": None}
-        if measure and watched:  # a sample's queries would count for what is evicted
-            with self._read(ids, keep) as whole:
-                losses["full_loss"] = self._loss(whole, "repeating")
-        with self._read(ids, keep) as sequence:
-            if measure and not watched:
+        if measure and is_observed:  # else the sample's queries would count for eviction scores
+            with self._prefilled(ids, keep) as full_sequence:
+                losses["full_loss"] = self._loss(full_sequence, "repeating")
+        with self._prefilled(ids, keep) as sequence:
+            if measure and not is_observed:
                 losses["full_loss"] = self._loss(sequence, "repeating")
             self.say("compressing", 0, 1)
             if self.runner.needs_compression(sequence):
@@ -106,9 +107,9 @@ class Packer:
         return rows, pages, losses
 
     @contextmanager
-    def _read(self, ids: list[int], keep: float) -> Iterator[Request]:
-        """A sequence that has read the context."""
-        sequence = Request.by_hand(self.pool.allocate_slot())
+    def _prefilled(self, ids: list[int], keep: float) -> Iterator[Request]:
+        """A sequence that has prefilled the context."""
+        sequence = Request.unscheduled(self.pool.allocate_slot())
         sequence.token_ids, sequence.cache = list(ids), CacheParams(keep_tokens=keep)
         sequence.prefill_until(len(ids))
         try:
@@ -125,45 +126,46 @@ class Packer:
         except PoolFull:
             enough = self.pool.layout.bytes_for(1, len(sequence.token_ids) + count)
             raise SettingError(
-                f"`kv_bytes`: a pool of {self.pool.num_bytes} bytes has no room to read a context "
-                f"of {len(sequence.token_ids)} tokens beside what runs; {enough} bytes would do"
+                f"`kv_bytes`: a pool of {self.pool.num_bytes} bytes has no room for a context of "
+                f"{len(sequence.token_ids)} tokens in addition to running requests; {enough} bytes "
+                "suffice"
             ) from None
-        found = run(Batch(chunks=(sequence.next_chunk(count),)))
+        result = run(Batch(chunks=(sequence.next_chunk(count),)))
         sequence.advance(count)
-        return found
+        return result
 
     def _loss(self, sequence: Request, name: str) -> float | None:
-        """Nats a token of pieces of the context that the model is asked to repeat; None where there
-        are no positions left to do so."""
+        """Mean cross-entropy (nats/token) of repeating samples of the context; None if there are no
+        positions left for that."""
         size = sequence.num_computed
         starts = [i * size // SAMPLES for i in range(SAMPLES)] if size > LENGTH else [0]
-        words = max(len(self._words(sequence, range(start, start + 1))) for start in starts)
-        length = min(LENGTH, self.pool.max_tokens - size - words)
+        num_words = max(len(self._question(sequence, range(start, start + 1))) for start in starts)
+        length = min(LENGTH, self.pool.max_tokens - size - num_words)
         total = count = 0.0
         for done, start in enumerate(starts if length > 0 else ()):
             self.say(name, done, len(starts))
-            piece = range(start, min(start + length, size))
-            total += self._nats(sequence, piece)
-            count += len(piece)
+            sample = range(start, min(start + length, size))
+            total += self._nats(sequence, sample)
+            count += len(sample)
         self.say(name, len(starts), len(starts))
         return total / count if count else None
 
-    def _words(self, sequence: Request, piece: range) -> list[int]:
-        return self.asking._words(sequence, piece) or sequence.token_ids[:1]
+    def _question(self, sequence: Request, sample: range) -> list[int]:
+        return self.rescorer._question(sequence, sample) or sequence.token_ids[:1]
 
-    def _nats(self, sequence: Request, piece: range) -> float:
-        """Of a piece in all; the sequence is then as it was."""
+    def _nats(self, sequence: Request, sample: range) -> float:
+        """Total cross-entropy (nats) of repeating a sample. Restores the sequence afterwards."""
         size, scored = sequence.num_computed, sequence.num_scored
         lengths = self.pool.host_lengths[sequence.open_slot].copy()
-        wanted = sequence.token_ids[piece.start : piece.stop]
-        words = self._words(sequence, piece)
-        sequence.token_ids += [*words, *wanted]
+        targets = sequence.token_ids[sample.start : sample.stop]
+        question = self._question(sequence, sample)
+        sequence.token_ids += [*question, *targets]
         sequence.prefill_until(len(sequence.token_ids))
-        logits = self._step(sequence, len(words) + len(wanted), self.runner.run_all)
+        logits = self._step(sequence, len(question) + len(targets), self.runner.run_all)
         sequence.rewind(size)
         sequence.num_scored = scored
         sequence.prefill_until(size)
         self.pool.truncate(sequence.open_slot, lengths)
-        target = torch.tensor(wanted, device=logits.device)
-        before = logits[len(words) - 1 : -1]
-        return float(cross_entropy(before, target, reduction="sum"))
+        target_ids = torch.tensor(targets, device=logits.device)
+        logits_before = logits[len(question) - 1 : -1]
+        return float(cross_entropy(logits_before, target_ids, reduction="sum"))

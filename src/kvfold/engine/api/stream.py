@@ -1,4 +1,4 @@
-"""Outputs of requests on their way to who reads them, where tokens become text."""
+"""Streams of outputs, in which token ids become text."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -9,10 +9,11 @@ from kvfold.engine.core.engine import Engine
 from kvfold.engine.requests.request import Request, SamplingParams, StepOutput
 
 
-class Answer:
-    """One request's text as its tokens come in, or, if nobody reads it before, at its end.
+class OutputDecoder:
+    """Decodes one request's outputs to text, as they come or at its end.
 
-    decode: None for no text. stops: those of `params`, where other answers have them too.
+    decode: token ids to text; None: no text. stops: the compiled stop strings of `params`, which
+        several requests may share. whole: decode all outputs at once when the request ends.
     """
 
     def __init__(
@@ -26,59 +27,58 @@ class Answer:
     ) -> None:
         self.params, self.at_end = params, whole and not params.stop
         self.detokenizer = Detokenizer(decode, prompt, stops or params.stop) if decode else None
-        self._unread: list[int] = []
+        self._pending_ids: list[int] = []
 
-    def read(self, output: StepOutput) -> StepOutput:
-        """The output with its text, cut where a stop string or a failing detokenizer ends it."""
+    def decode_output(self, output: StepOutput) -> StepOutput:
+        """The output with its text. A stop string or a failing detokenizer ends the request."""
         if self.detokenizer is None:
             return output
-        ended = output.finish_reason  # "stop" from an engine is a token's
+        ended = output.finish_reason  # "stop" from the engine means a stop token
         hidden = ended == "stop" or (ended == "eos" and self.params.skip_special_tokens)
-        self._unread += output.token_ids[:-1] if hidden else output.token_ids
+        self._pending_ids += output.token_ids[:-1] if hidden else output.token_ids
         if self.at_end and output.finish_reason is None:
             return output
-        ids, self._unread = self._unread, []
+        ids, self._pending_ids = self._pending_ids, []
         try:
             used = self.detokenizer.push(ids)
             output = output if used is None else _stopped(output, used)
             text = self.detokenizer.take(last=output.finish_reason is not None)
         except Exception as error:  # the tokenizer's, whatever it may be
-            why = f"no text of its tokens: {type(error).__name__}: {error}"
+            why = f"its tokens could not be decoded: {type(error).__name__}: {error}"
             return replace(output, finish_reason="error", error=why)
         return replace(output, text=text)
 
 
 def _stopped(output: StepOutput, used: int) -> StepOutput:
-    """Its first tokens, until a stop string was complete."""
+    """The output up to the token that completed a stop string."""
     ids, logprobs = output.token_ids[:used], output.logprobs and output.logprobs[:used]
     return replace(output, token_ids=ids, logprobs=logprobs, finish_reason="stop")
 
 
-class Reading:
-    """Requests that somebody reads, to their ends. How to wait is for subclasses.
+class OutputReader:
+    """Decodes the outputs of several requests. Subclasses wait for outputs.
 
-    cancel: ends one. Closing does that for all that have not ended, as does losing the last
-    reference.
+    cancel: ends a request. `close` cancels all requests that have not ended; so does losing the
+        last reference.
     """
 
     def __init__(self, cancel: Callable[[int], object]) -> None:
         self._cancel = cancel
-        self._answers: dict[int, Answer] = {}
+        self._decoders: dict[int, OutputDecoder] = {}
 
     def close(self) -> None:
-        """End what has not ended; nothing more comes."""
-        for id in tuple(self._answers):
+        """Cancel the requests that have not ended."""
+        for id in tuple(self._decoders):
             self._cancel(id)
-        self._answers.clear()
+        self._decoders.clear()
 
-    def _read(self, output: StepOutput) -> StepOutput | None:
-        """An output with its text; None of a request that ended at a stop string, and came
-        further."""
-        if (answer := self._answers.get(output.id)) is None:
+    def _decode(self, output: StepOutput) -> StepOutput | None:
+        """The output with its text; None for a request that has ended at a stop string."""
+        if (decoder := self._decoders.get(output.id)) is None:
             return None
-        output = answer.read(output)
+        output = decoder.decode_output(output)
         if output.finish_reason is not None:
-            self._answers.pop(output.id, None)  # another thread may have closed this
+            self._decoders.pop(output.id, None)  # another thread may have closed this
             self._cancel(output.id)
         return output
 
@@ -86,11 +86,11 @@ class Reading:
         self.close()
 
 
-class Stream(Reading, Iterator[StepOutput]):
-    """Outputs of requests of one engine, as they come, to their ends.
+class Stream(OutputReader, Iterator[StepOutput]):
+    """The outputs of requests of one engine, as they come.
 
-    Whoever reads takes the engine's next step where nothing is left to read, unless another thread
-    is at it. Leaving a `with` block closes it.
+    Reading runs the engine's steps, unless another thread does. Leaving a `with` block closes the
+    stream.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -98,18 +98,18 @@ class Stream(Reading, Iterator[StepOutput]):
         self._engine = engine
         self._box: deque[StepOutput] = deque()
 
-    def open(self, requests: Sequence[tuple[Request, Answer]]) -> "Stream":
-        """Submit requests."""
-        self._answers |= {request.id: answer for request, answer in requests}
+    def submit(self, requests: Sequence[tuple[Request, OutputDecoder]]) -> "Stream":
+        """Submit requests. Returns the stream."""
+        self._decoders |= {request.id: decoder for request, decoder in requests}
         for request, _ in requests:
             self._engine.submit(request, self._box.append)
         return self
 
     def __next__(self) -> StepOutput:
-        while self._answers:
+        while self._decoders:
             while not self._box:
-                self._engine.work(self._box)
-            if (output := self._read(self._box.popleft())) is not None:
+                self._engine.step_or_wait(self._box)
+            if (output := self._decode(self._box.popleft())) is not None:
                 return output
         raise StopIteration
 

@@ -1,1 +1,1 @@
-"""The engine's loop: schedule, run, postprocess; prefix cache and failures."""
+"""The engine loop (schedule, run, postprocess), the scheduler and the prefix cache."""

@@ -1,4 +1,4 @@
-"""The loop: schedule, run, deliver. It knows tokens; text is for who reads it."""
+"""The engine loop: schedule, run, postprocess. It works on token ids; `LLM` adds text."""
 
 import logging
 import operator
@@ -10,11 +10,11 @@ from time import perf_counter
 from typing import Any
 
 from kvfold.cache.pool import Pool
-from kvfold.engine.core.compressions import Schedule
-from kvfold.engine.core.flight import Flight
-from kvfold.engine.core.prefixes import Prefixes
+from kvfold.engine.core.compression import Schedule
+from kvfold.engine.core.launched import Choices, LaunchedStep
+from kvfold.engine.core.lock import EngineLock
+from kvfold.engine.core.prefix_cache import NoPrefixCache
 from kvfold.engine.core.scheduler import Scheduler
-from kvfold.engine.core.turn import Turn
 from kvfold.engine.requests.packed import PackedContext
 from kvfold.engine.requests.request import (
     Batch,
@@ -33,42 +33,45 @@ from kvfold.engine.runner.sampler import Choice
 from kvfold.utils.errors import SettingError
 
 logger = logging.getLogger(__name__)
-Chunks = tuple[ScheduledChunk, ...]
 
 
 class Hooks:
-    """Called by the engine as it goes, in the thread that steps or adds. Override what is needed.
-    They may add and cancel requests; an error of theirs is logged, and ends nothing."""
+    """Callbacks of the engine, called in the thread that steps or adds. Override those you need.
+
+    They may add and cancel requests. An error in a callback is logged and ends no request.
+    """
 
     def on_request_init(self, request: Request) -> None:
-        """A request was accepted and waits."""
+        """A request was accepted and is waiting."""
 
     def on_context_step_end(self, chunks: Items[ScheduledChunk]) -> None:
         """These prefill chunks are in the cache."""
 
     def on_generation_step_end(self, chunks: Items[ScheduledChunk]) -> None:
-        """These decoding requests have their next token."""
+        """These decoding requests have computed their last token, and the next one is sampled."""
 
     def on_request_finish(self, request: Request) -> None:
-        """A request ended, whatever the reason. Its pages are back in the pool."""
+        """A request ended, for whatever reason. Its pages are free."""
 
 
 def default_chunk(device_type: str) -> int:
-    """Tokens of a prompt in a step: as many as keep a GPU busy, or a CPU's steps short."""
+    """Default number of prompt tokens per step: keeps a GPU busy, or a CPU step short."""
     return 2048 if device_type == "cuda" else 512
 
 
 def default_step_seconds(device_type: str) -> float | None:
-    """Time that a step should take: a GPU reads its most tokens in less, and is not waited for."""
+    """Default target duration of a step in seconds. None on a GPU, where full steps are shorter."""
     return None if device_type == "cuda" else 0.25
 
 
 class Engine:
-    """Serves requests together from one pool. Any thread may add, cancel and step.
+    """Serves requests with continuous batching on one pool. Any thread may add, cancel and step.
 
-    eos_ids: tokens that end a sequence. chunk (default: `default_chunk`), max_batch_tokens,
-    headroom, step_seconds, schedule, prefixes: see Scheduler. ahead: launch a step before the
-    tokens of the one in front are read, where the runner can and nothing depends on them.
+    eos_ids: tokens that end a sequence.
+    chunk (default: `default_chunk`), max_batch_tokens, headroom, step_seconds, schedule,
+        prefix_cache: see `Scheduler`.
+    async_scheduling: launch the next decode step before the tokens of the current one have been
+        read, if the runner supports it and the tokens cannot change the next batch.
     """
 
     def __init__(
@@ -83,8 +86,8 @@ class Engine:
         headroom: int = 32,
         step_seconds: float | None = None,
         schedule: Schedule | None = None,
-        prefixes: Prefixes | None = None,
-        ahead: bool = True,
+        prefix_cache: NoPrefixCache | None = None,
+        async_scheduling: bool = True,
     ) -> None:
         self.scheduler = Scheduler(
             runner,
@@ -94,20 +97,20 @@ class Engine:
             headroom=headroom,
             step_seconds=step_seconds,
             schedule=schedule,
-            prefixes=prefixes,
+            prefix_cache=prefix_cache,
         )
         self.runner, self.hooks = runner, hooks or Hooks()
-        self.eos_ids, self.turn = frozenset(eos_ids), Turn()
-        self.ahead = ahead
-        self._flight: Flight | None = None  # the step that was launched ahead
-        self._requests: dict[int, Request] = {}  # accepted and not yet delivered to the end
-        self._owed: list[StepOutput] = []  # what `step` has yet to return
+        self.eos_ids, self.lock = frozenset(eos_ids), EngineLock()
+        self.async_scheduling = async_scheduling
+        self._launched: LaunchedStep | None = None  # the next step, if it was launched already
+        self._requests: dict[int, Request] = {}  # accepted, and not delivered to the end
+        self._undelivered: list[StepOutput] = []  # outputs that `step` will return
         self._ids = count()
 
     @property
     def has_work(self) -> bool:
-        """Is there a request that has not been delivered to its end?"""
-        return bool(self._requests or self._owed)
+        """Whether a request has not been delivered to its end."""
+        return bool(self._requests or self._undelivered)
 
     def add(
         self,
@@ -117,10 +120,10 @@ class Engine:
         *,
         deliver: Deliver | None = None,
     ) -> int:
-        """Queue a request; its id. deliver: is called with its outputs, in the thread that steps;
-        None: `step` returns them. It ends where the pool's `max_tokens` do, as by its own limit.
+        """Queue a request, and return its id. It ends with "length" at the pool's `max_tokens`.
 
-        Raises ValueError if it can never be served.
+        deliver: called with each output, in the thread that steps (None: `step` returns them).
+        Raises ValueError if the request can never be served.
         """
         request = self.request(prompt_ids, sampling, cache)
         self.submit(request, deliver)
@@ -134,16 +137,21 @@ class Engine:
         guide: Guide | None = None,
         context: PackedContext | None = None,
     ) -> Request:
-        """What `add` would queue, checked: for who wants all of several requests or none. guide: of
-        the grammar that `sampling` names, if any. context: of which the first tokens are."""
+        """Create and check a request, which `submit` queues. So a caller can check several requests
+        before it queues any.
+
+        guide: matcher of the grammar in `sampling`, if there is one.
+        context: packed context that holds the first tokens of the prompt.
+        Raises ValueError if the request can never be served.
+        """
         sampling = sampling or SamplingParams()
         _check_textless(sampling, guide)
         ids = token_ids(prompt_ids)
-        room = self.scheduler.pool.max_tokens - len(ids) + 1  # the last token needs no row
+        room = self.scheduler.pool.max_tokens - len(ids) + 1  # the last output has no cache entry
         limit = max(1, min(sampling.max_new_tokens, room))
         cache = cache or CacheParams()
         if sampling.prompt_logprobs is not None:
-            cache = _read_whole(cache, context)
+            cache = _compute_all(cache, context)
         request = Request(
             id=next(self._ids),
             token_ids=ids,
@@ -157,131 +165,139 @@ class Engine:
         return request
 
     def submit(self, request: Request, deliver: Deliver | None = None) -> None:
-        """Queue a request that `request` made."""
+        """Queue a request made by `request`. deliver: see `add`."""
         request.deliver = deliver
         self._requests[request.id] = request
-        self.turn.ask(lambda: self._queue(request))
+        self.lock.call_soon(lambda: self._queue(request))
 
     def _queue(self, request: Request) -> None:
         self.scheduler.add(request)
-        self._call(self.hooks.on_request_init, request)
+        self._call_safely(self.hooks.on_request_init, request)
 
-    def adopt(self, id: int, computed: int) -> None:
-        """Go on with a waiting request whose first `computed` tokens the caller puts into the
+    def start_computed(self, id: int, num_computed: int) -> None:
+        """Start a waiting request whose first `num_computed` tokens the caller writes to the
         cache."""
-        self.scheduler.adopt(self._requests[id], computed)
+        self.scheduler.start_computed(self._requests[id], num_computed)
 
     def cancel(self, id: int) -> bool:
-        """End a request and return its pages, if need be when the step in hand is over; the next
-        step delivers the end. False if it ended."""
+        """End a request and free its pages, at the latest after the current step. The next step
+        delivers its last output. False if it has ended already."""
         request = self._requests.get(id)
         if request is None or request.finish_reason is not None:
             return False
-        self.turn.ask(lambda: self.scheduler.finish(request, "cancelled"))
+        self.lock.call_soon(lambda: self.scheduler.finish(request, "cancelled"))
         return True
 
     def step(self) -> list[StepOutput]:
-        """One forward pass for all that run; the outputs that no `deliver` takes, of this step and
-        of `work` before it.
+        """Run one forward pass for all running requests, and return the outputs of requests without
+        `deliver`, of this step and of `step_or_wait` before it.
 
-        Requests that the runner fails for end with reason "error". An assertion, which is our bug,
-        ends all that run and is raised again; after an interrupt they are prefilled once more. What
-        a step that raises owes, the next one gives.
+        Requests for which the runner fails end with reason "error". An AssertionError, which is our
+        bug, ends all running requests and is raised again. After an interrupt they are prefilled
+        again. If a step raises, the next one returns its outputs.
         """
-        with self.turn.take():
+        with self.lock.hold():
             self._step()
-            owed, self._owed = self._owed, []
-            return owed
+            outputs, self._undelivered = self._undelivered, []
+            return outputs
 
-    def work(self, box: Sized) -> None:
-        """Take a step, or wait while another thread takes some and `box` is empty."""
-        with self.turn.take(wait=False) as mine:
-            if mine:
+    def step_or_wait(self, box: Sized) -> None:
+        """Run a step; or, if another thread is running steps, wait until `box` is not empty or it
+        stops."""
+        with self.lock.hold(wait=False) as is_held:
+            if is_held:
                 self._step()
-        if not mine:
-            self.turn.wait(box)
+        if not is_held:
+            self.lock.wait_for(box)
 
     def _step(self) -> None:
-        begun = perf_counter()
+        """Schedule, run, postprocess."""
+        start = perf_counter()
         with self.scheduler.guard():
-            flights = self._landing() or self._launch(self.scheduler.schedule().chunks)
-            for flight in flights:
-                self._advance(flight.batch)
-            self._flight = self._launch_ahead(flights)
-            chosen = [x for flight in flights for x in flight.choices()]
-            self.scheduler.pace.took(sum(x.num_prefill for x in flights), perf_counter() - begun)
-            for request, choice in chosen:
-                if request.status is not Status.FINISHED:
-                    self._append(request, choice)
-        self._deliver([request for request, _ in chosen])
+            steps = self._take_launched() or self._run(self.scheduler.schedule())
+            for step in steps:
+                self._mark_computed(step.batch)
+            self._launched = self._launch_next(steps)
+            choices = [choice for step in steps for choice in step.choices()]
+            self.scheduler.pace.record(sum(x.num_prefill for x in steps), perf_counter() - start)
+            self._postprocess(choices)
+        self._deliver([request for request, _ in choices])
 
-    def _landing(self) -> list[Flight]:
-        """The step that was launched ahead, if one of its requests still goes on."""
-        flight, self._flight = self._flight, None
-        return [flight] if flight and any(x.is_next for x in flight.batch.chunks) else []
+    def _take_launched(self) -> list[LaunchedStep]:
+        """The step that was launched asynchronously, if one of its requests still runs."""
+        step, self._launched = self._launched, None
+        return [step] if step and any(x.is_current for x in step.batch.chunks) else []
 
-    def _launch(self, chunks: Chunks) -> list[Flight]:
-        """One step for all of them. Where it fails halves are tried alone, if they may be, so that
-        only those end with an error that cannot be served."""
+    def _run(self, batch: Batch) -> list[LaunchedStep]:
+        """Launch one step for all chunks. If it fails and the runner can retry, launch its halves,
+        so that only those requests end with an error for which it fails alone."""
+        chunks = batch.chunks
         if not chunks:
             return []
         try:
-            return [Flight.launch(self.runner, Batch(chunks=chunks), self.eos_ids)]
+            return [LaunchedStep.launch(self.runner, batch, self.eos_ids)]
         except AssertionError:
             raise
         except Exception as error:
-            if len(chunks) == 1 or not self.runner.repeatable:
+            if len(chunks) == 1 or not self.runner.can_retry:
                 for chunk in chunks:
                     self.scheduler.fail(chunk.request, error)
                 return []
-        # Here the error's frames are gone, and with them what they held of the device's memory.
+        # Retry outside of `except`: the error's frames would hold device memory.
         half = len(chunks) // 2
-        return self._launch(chunks[:half]) + self._launch(chunks[half:])
+        return self._run(Batch(chunks=chunks[:half])) + self._run(Batch(chunks=chunks[half:]))
 
-    def _launch_ahead(self, flights: list[Flight]) -> Flight | None:
-        """The next step while this one runs: the device then never waits for the host. One that a
-        token ends in between computes a token more, which nobody reads."""
-        if len(flights) != 1 or not (self.ahead and self.runner.goes_ahead):
+    def _launch_next(self, steps: list[LaunchedStep]) -> LaunchedStep | None:
+        """Launch the next step while this one runs, so that the device does not wait for the host.
+        If this step's token ends a request, the token that the next step computes is dropped."""
+        if len(steps) != 1 or not (self.async_scheduling and self.runner.supports_async):
             return None
-        (flight,) = flights
-        if (batch := self.scheduler.ahead(flight.batch)) is None:
+        (step,) = steps
+        if (batch := self.scheduler.schedule_async(step.batch)) is None:
             return None
         try:
-            return Flight.launch(self.runner, batch, self.eos_ids, flight.tokens(batch))
+            return LaunchedStep.launch(self.runner, batch, self.eos_ids, step.input_tokens(batch))
         except AssertionError:
             raise
-        except Exception as error:  # the usual way says who cannot be served
+        except Exception as error:  # `_run` will end the requests for which it fails again
             logger.warning("a step could not be launched ahead: %s", str(error))
-            self.scheduler.take_back(batch)
+            self.scheduler.rollback(batch)
             return None
 
-    def _advance(self, batch: Batch) -> None:
-        """A batch is in the cache, but for requests that ended since it was launched."""
-        batch = Batch(chunks=tuple(x for x in batch.chunks if x.is_next))
-        self.runner.slide(batch)
-        self.scheduler.advanced(batch)
+    def _mark_computed(self, batch: Batch) -> None:
+        """Count the tokens of a batch as computed, except for requests that ended meanwhile."""
+        batch = Batch(chunks=tuple(x for x in batch.chunks if x.is_current))
+        self.runner.free_outside_windows(batch)
+        self.scheduler.mark_computed(batch)
         decodes, prefills = batch.chunks[: batch.num_decode], batch.chunks[batch.num_decode :]
         if prefills:
-            self._call(self.hooks.on_context_step_end, prefills)
+            self._call_safely(self.hooks.on_context_step_end, prefills)
         if decodes:
-            self._call(self.hooks.on_generation_step_end, decodes)
+            self._call_safely(self.hooks.on_generation_step_end, decodes)
 
-    def _append(self, request: Request, choice: Choice) -> None:
+    def _postprocess(self, choices: Choices) -> None:
+        """Append the sampled tokens, and end the requests that they end."""
+        for request, choice in choices:
+            if request.status is not Status.FINISHED:
+                self._append_token(request, choice)
+
+    def _append_token(self, request: Request, choice: Choice) -> None:
+        """Append a sampled token, or end the request with an error if there is none."""
         if choice.token is None:
             why = "the model's logits are not finite"
             if choice.refusal is not None:
                 why = str(choice.refusal)
             elif request.sampling.edits:
-                why += ", or the request's settings leave no token that may come next"
+                why += ", or the request's settings allow no next token"
             self.scheduler.finish(request, "error", why, choice.refusal)
             return
         request.token_ids.append(choice.token)
         if choice.logprobs:
             request.logprobs.append(choice.logprobs)
-        if reason := self._end(request, choice.token):
+        if reason := self._finish_reason(request, choice.token):
             self.scheduler.finish(request, reason)
 
-    def _end(self, request: Request, token: int) -> FinishReason | None:
+    def _finish_reason(self, request: Request, token: int) -> FinishReason | None:
         if token in self.eos_ids and not request.sampling.ignore_eos:
             return "eos"
         if token in request.sampling.stop_token_ids:
@@ -289,58 +305,59 @@ class Engine:
         return "length" if request.num_outputs >= request.sampling.max_new_tokens else None
 
     def _deliver(self, stepped: list[Request]) -> None:
-        """New tokens and ends, one request after another, so that no error costs another its."""
+        """Deliver new tokens and ends, request by request, so that an error affects only one."""
         for request in stepped:
             if request.status is not Status.FINISHED:
-                self._put(request)
+                self._send_output(request)
         ended = self.scheduler.finished
         while ended:
             request = ended[0]
-            self._put(request)
+            self._send_output(request)
             self._requests.pop(request.id, None)
             ended.pop(0)
-            self._call(self.hooks.on_request_finish, request)
+            self._call_safely(self.hooks.on_request_finish, request)
 
-    def _put(self, request: Request) -> None:
+    def _send_output(self, request: Request) -> None:
         output = request.output()
         if request.deliver is None:
-            self._owed.append(output)
+            self._undelivered.append(output)
         else:
-            self._call(request.deliver, output)
+            self._call_safely(request.deliver, output)
         request.num_delivered += len(output.token_ids)
 
-    def _call(self, foreign: Callable[[Any], object], argument: Any) -> None:
-        """Call what others wrote. Its errors are theirs."""
+    def _call_safely(self, callback: Callable[[Any], object], argument: Any) -> None:
+        """Call a user's callback, and log its errors."""
         try:
-            foreign(argument)
+            callback(argument)
         except Exception:
-            logger.exception("a hook or a reader of outputs failed; the engine goes on")
+            logger.exception("a hook or a `deliver` callback failed; the engine continues")
 
 
-def _read_whole(cache: CacheParams, context: PackedContext | None) -> CacheParams:
-    """Of a prompt whose every token goes through the model."""
+def _compute_all(cache: CacheParams, context: PackedContext | None) -> CacheParams:
+    """Cache settings of a request whose prompt tokens must all be computed. Raises SettingError."""
     if context is not None:
         raise SettingError(
-            "`prompt_logprobs`: a packed context is not read again, so nobody knows how likely its "
-            "tokens are: leave it or `context` out"
+            "`prompt_logprobs`: the tokens of a packed context are not computed again, so they have"
+            " no log-probabilities: leave out `prompt_logprobs` or `context`"
         )
     return replace(cache, prefix_caching=False)
 
 
 def _check_textless(sampling: SamplingParams, guide: Guide | None) -> None:
+    """Raises ValueError for settings that need a tokenizer, which an engine does not have."""
     words = tuple(x for x in sampling.bad_words if isinstance(x, str))
     for name, text in (("stop", sampling.stop), ("bad_words", words)):
         if text:
             raise ValueError(
-                f"{name} must be empty here, since an engine sees no text; got {text}: "
-                "LLM has a tokenizer to find them with"
+                f"{name} must be empty, because Engine works on token ids only; got {text}: "
+                "use LLM, which has a tokenizer"
             )
     if sampling.guided and guide is None:
-        raise ValueError("json_schema and regex need a guide here: LLM has a tokenizer to make one")
+        raise ValueError("json_schema and regex need a `guide`: use LLM, which makes one")
 
 
 def token_ids(prompt_ids: Items[int]) -> list[int]:
-    """Whole numbers as they are. Raises ValueError for other ones, and for none."""
+    """Token ids as ints. Raises ValueError if they are not integers, or there are none."""
     try:
         ids = [operator.index(i) for i in prompt_ids if not isinstance(i, bool)]
         if len(ids) < len(prompt_ids):

@@ -1,10 +1,10 @@
-"""The order of the engine: tokens of the next forward pass, and who keeps pages.
+"""Choose the tokens of the next forward pass, and allocate pages for them.
 
-A request waits, runs (it owns a slot of the pool: it prefills in chunks, then decodes a token a
-step) and finishes. Pages are the only currency. When they run out, requests are compressed, then
-the youngest is pre-empted: its pages are freed, its outputs kept, and all it knows is prefilled
-again later. Without eviction it then gets the very tokens it would have got; with eviction they may
-differ, because a prompt with its outputs is not compressed to the rows that were evicted before.
+A request waits, runs (it holds a slot of the pool: it prefills in chunks, then decodes one token
+per step) and finishes. If pages run out, running requests are compressed, and then the youngest one
+is pre-empted: its pages are freed, and its prompt and outputs are prefilled again later. Without
+eviction it then generates exactly the tokens it would have generated anyway. With eviction the
+tokens may differ, because prompt and outputs are then compressed together and other entries go.
 """
 
 import logging
@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from itertools import islice
 
 from kvfold.cache.pool import Pool
-from kvfold.engine.core.compressions import Compressions, Schedule
-from kvfold.engine.core.pace import Pace
-from kvfold.engine.core.prefixes import Prefixes
+from kvfold.engine.core.compression import CompressionScheduler, Schedule
+from kvfold.engine.core.pace import PrefillPace
+from kvfold.engine.core.prefix_cache import NoPrefixCache
 from kvfold.engine.requests.request import (
     Batch,
     FinishReason,
@@ -28,21 +28,25 @@ from kvfold.layout.pages import Ints
 from kvfold.utils.errors import SettingError
 
 logger = logging.getLogger(__name__)
-Plan = dict[Request, int]  # tokens each request computes in the coming step, in order
+ScheduledTokens = dict[Request, int]  # number of tokens of each request in the next step, in order
 
-LOOK = 64  # waiting requests that a step considers behind one that lacks pages
+MAX_TRIED = 64  # waiting requests tried after the first one that does not fit
 
 
 class Scheduler:
     """First come, first served: decodes of all running requests, then prefill chunks.
 
-    chunk: most tokens of one request in a step, lest those that decode wait for it; where nobody
-    does, and the runner takes them, all that a step may have. max_batch_tokens: most tokens in a
-    step, at least one a slot, so that every running request decodes. headroom: tokens by which all
-    that run must be able to grow before another is admitted, lest admission leads to pre-emption.
-    step_seconds: time that a step should take where some decode; fewer tokens of prompts are then
-    read in it than the numbers above allow, but for one `unit` of a policy.
-    prefixes: what requests may begin with; None: nothing. Raises ValueError.
+    chunk: most prompt tokens of one request in a step, which bounds the delay of requests that
+        decode. If none decodes and the runner supports long chunks, the limit is max_batch_tokens.
+    max_batch_tokens: most tokens in a step; at least one per slot, so that every running request
+        can decode.
+    headroom: tokens by which every running request must be able to grow before another one is
+        admitted, so that admission does not cause pre-emption.
+    step_seconds: target duration of a step in which requests decode. It may reduce the number of
+        prompt tokens below the limits above, down to one `prefill_multiple`.
+    prefix_cache: None: no prefix caching.
+
+    Raises ValueError.
     """
 
     def __init__(
@@ -55,7 +59,7 @@ class Scheduler:
         headroom: int = 32,
         step_seconds: float | None = None,
         schedule: Schedule | None = None,
-        prefixes: Prefixes | None = None,
+        prefix_cache: NoPrefixCache | None = None,
     ) -> None:
         if chunk < 1 or headroom < 0:
             raise ValueError(f"chunk must be at least 1 and headroom 0; got {chunk} and {headroom}")
@@ -64,276 +68,307 @@ class Scheduler:
                 f"max_batch_tokens must be at least the pool's num_slots={pool.num_slots}, so that "
                 f"every sequence can decode; got {max_batch_tokens}: raise it or lower num_slots"
             )
-        self.runner, self.pool = runner, pool
-        self.unit, self.headroom, self.pace = runner.unit, headroom, Pace(step_seconds)
-        self.chunk = max(chunk // self.unit, 1) * self.unit
-        self.max_batch_tokens = max(max_batch_tokens, self.unit + pool.num_slots - 1)
+        self.runner, self.pool, self.headroom = runner, pool, headroom
+        self.prefill_multiple, self.pace = runner.prefill_multiple, PrefillPace(step_seconds)
+        self.chunk = max(chunk // self.prefill_multiple, 1) * self.prefill_multiple
+        self.max_batch_tokens = max(max_batch_tokens, self.prefill_multiple + pool.num_slots - 1)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self.finished: list[Request] = []  # until the engine has delivered them
-        self.prefixes = Prefixes(pool, chunk) if prefixes is None else prefixes
-        self.full = False  # whether nobody who waits can be let in until one ends or comes
+        self.finished: list[Request] = []  # until the engine has delivered their outputs
+        self.prefix_cache = NoPrefixCache(pool, chunk) if prefix_cache is None else prefix_cache
+        # No waiting request can be admitted until one finishes or a new one arrives.
+        self.admission_blocked = False
         self.num_steps = self.last_admitted = 0
         self.num_preemptions = 0
-        when = schedule or Schedule()
-        self.compressions = Compressions(runner, pool, self.prefixes, when, self.running, self.fail)
+        self.compressions = CompressionScheduler(
+            runner, pool, self.prefix_cache, schedule or Schedule(), self.running, self.fail
+        )
 
     @property
     def when(self) -> Schedule:
         return self.compressions.when
 
     def check(self, request: Request) -> None:
-        """Raises SettingError if the empty pool could not hold its prompt and a decode."""
+        """Raises SettingError if its prompt and one decode do not fit in an empty pool."""
         pool, prompt = self.pool, request.num_prompt
         if prompt > pool.max_tokens:
             raise SettingError(
-                f"the prompt has {prompt} tokens, and a sequence at most `max_tokens` positions, "
-                f"which are {pool.max_tokens}: shorten it, or raise them where the model has more"
+                f"the prompt has {prompt} tokens, and `max_tokens` is {pool.max_tokens}: shorten "
+                "the prompt, or raise `max_tokens` if the model has more positions"
             )
         needed = prompt + (request.sampling.max_new_tokens > 1)
-        if not self.prefixes.fits(request, needed):
+        if not self.prefix_cache.fits_empty_pool(request, needed):
             raise SettingError(
                 f"`kv_bytes`: a pool of {pool.num_bytes} bytes holds {pool.capacity(self.chunk)} "
-                f"tokens of a sequence, and this one begins with {needed}: "
-                f"{pool.layout.bytes_for(1, needed)} bytes would do, or a shorter prompt"
+                f"tokens of a sequence, and this request starts with {needed}: use "
+                f"{pool.layout.bytes_for(1, needed)} bytes, or shorten the prompt"
             )
 
     def add(self, request: Request) -> None:
-        if request.status is not Status.FINISHED:  # cancelled on its way here
+        """Queue a request."""
+        if request.status is not Status.FINISHED:  # it may have been cancelled already
             self.waiting.append(request)
-            self.full = False
+            self.admission_blocked = False
 
     def schedule(self) -> Batch:
-        """Compress what is due, make room, and give pages to the coming step's tokens."""
+        """Compress the requests that are due, choose the tokens of the next step, and allocate
+        their pages."""
         self.num_steps += 1
-        self.compressions.take_turns(self.num_steps)
-        plan = self._make_room()
-        self._continue_prefills(plan)
-        self._admit(plan)
-        self.pool.extend([request.open_slot for request in plan], list(plan.values()))
-        chunks = tuple(request.next_chunk(tokens) for request, tokens in plan.items())
-        self.full = all(chunk.is_decode for chunk in chunks) and not self._early()
+        self.compressions.compress_due(self.num_steps)
+        scheduled = self._schedule_running()
+        self._schedule_prefills(scheduled)
+        self._admit(scheduled)
+        self.pool.extend([request.open_slot for request in scheduled], list(scheduled.values()))
+        chunks = tuple(request.next_chunk(tokens) for request, tokens in scheduled.items())
+        only_decodes = all(chunk.is_decode for chunk in chunks)
+        self.admission_blocked = only_decodes and not self._admission_postponed()
         return Batch(chunks=chunks)
 
-    def ahead(self, batch: Batch) -> Batch | None:
-        """The step behind a batch that is computed, before its tokens are read, and pages for it:
-        one more token of all that run, but for those that end by their own limits. None where
-        tokens, or who waits, may make it another step."""
-        done = [x.request for x in batch.with_logits if x.request.status is Status.RUNNING]
-        going = [x for x in done if x.num_outputs + 1 < x.sampling.max_new_tokens]
-        may_join = not (self.full and len(going) == len(done)) and not self._early(1)
-        if (self.waiting and may_join) or not going or len(done) < len(self.running):
+    def schedule_async(self, batch: Batch) -> Batch | None:
+        """Schedule the decode step after `batch`, which has been launched, before its sampled
+        tokens reach the host, and allocate its pages: one more token of each running request that
+        does not reach its own limit.
+
+        None if the sampled tokens or a waiting request might change the batch.
+        """
+        sampled = [x.request for x in batch.with_logits if x.request.status is Status.RUNNING]
+        requests = [x for x in sampled if x.num_outputs + 1 < x.sampling.max_new_tokens]
+        blocked = self.admission_blocked and len(requests) == len(sampled)
+        may_admit = not blocked and not self._admission_postponed(1)
+        if (self.waiting and may_admit) or not requests or len(sampled) < len(self.running):
             return None
-        edited = any(x.sampling.edits for x in going)
-        if edited or self.compressions.due_next(going, self.num_steps):
+        edited = any(x.sampling.edits for x in requests)
+        if edited or self.compressions.may_compress_next(requests, self.num_steps):
             return None
-        slots = [x.open_slot for x in going]
+        slots = [x.open_slot for x in requests]
         if not self.pool.can_extend(slots, [1] * len(slots)):
             return None
         self.pool.extend(slots, [1] * len(slots))
         self.num_steps += 1
-        return Batch(chunks=tuple(x.chunk_ahead() for x in going))
+        return Batch(chunks=tuple(x.next_decode_chunk() for x in requests))
 
-    def take_back(self, batch: Batch) -> None:
-        """Free the pages of a step that was to be `ahead`, and was not."""
+    def rollback(self, batch: Batch) -> None:
+        """Undo `schedule_async` if its batch could not be launched: free its pages."""
         self.num_steps -= 1
         for chunk in batch.chunks:
             slot = chunk.request.open_slot
             self.pool.truncate(slot, self.pool.host_lengths[slot] - 1)
 
-    def adopt(self, request: Request, computed: int) -> None:
-        """Run a waiting request as if its first `computed` tokens had been computed: their rows get
-        pages, which others fill."""
+    def start_computed(self, request: Request, num_computed: int) -> None:
+        """Start a waiting request whose first `num_computed` tokens count as computed: allocate
+        their pages, whose contents the caller writes (as vLLM's KV connectors do)."""
         self._start(request)
-        self.pool.extend([request.open_slot], [computed])
-        request.prefill_until(computed)
-        request.advance(computed)
+        self.pool.extend([request.open_slot], [num_computed])
+        request.prefill_until(num_computed)
+        request.advance(num_computed)
 
-    def advanced(self, batch: Batch) -> None:
-        """A batch is in the cache."""
+    def mark_computed(self, batch: Batch) -> None:
+        """Count the tokens of a batch as computed, and add full blocks to the prefix cache."""
         for chunk in batch.chunks:
             chunk.request.advance(len(chunk.tokens))
-            self.prefixes.computed(chunk.request)
+            self.prefix_cache.publish(chunk.request)
 
     def finish(
         self,
         request: Request,
         reason: FinishReason,
         error: str | None = None,
-        refusal: SettingError | None = None,
+        unsupported_reason: SettingError | None = None,
     ) -> None:
-        """End a request, if it has not ended, and return its pages."""
+        """End a request, unless it has ended, and free its pages."""
         if request.status is Status.FINISHED:
             return
-        slot, self.full = request.slot, False
-        request.finish(reason, error, refusal)
+        slot, self.admission_blocked = request.slot, False
+        request.finish(reason, error, unsupported_reason)
         self.finished.append(request)
         if slot is not None:
-            self._leave(request, slot)
-        elif request in self.waiting:  # else it is on its way there
+            self._release(request, slot)
+        elif request in self.waiting:  # if not, `add` has not run yet
             self.waiting.remove(request)
 
     def fail(self, request: Request, error: Exception) -> None:
+        """Log an error, and end the request with it."""
         logger.error("request %d failed", request.id, exc_info=error)
         self.finish(request, "error", f"{type(error).__name__}: {error}")
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """What fails inside is our bug, which ends all that run, or an interrupt, after which they
-        are prefilled again. Either goes on from here."""
+        """Keep the scheduler consistent if a step raises, and raise again.
+
+        An Exception is our bug: it ends all running requests. An interrupt (other BaseException)
+        does not: all running requests are prefilled again.
+        """
         try:
             yield
         except Exception as error:
             for request in tuple(self.running):
                 self.fail(request, error)
-            self._start_over()
+            self._restart_all()
             raise
         except BaseException:
-            self._start_over()
+            self._restart_all()
             raise
 
-    def _start_over(self) -> None:
-        """All that has not ended waits, and nobody has pages, wherever an interrupt fell: a request
-        is in its new list before it leaves the old one."""
-        self.prefixes.reset()
-        held = {request.id: request for request in (*self.waiting, *self.running)}
+    def _restart_all(self) -> None:
+        """Move all requests that have not ended to `waiting`, and free all pages. Correct wherever
+        an interrupt came: a request enters its new list before it leaves the old one."""
+        self.prefix_cache.reset()
+        requests = {request.id: request for request in (*self.waiting, *self.running)}
         self.running.clear()
-        self.compressions.reading.clear()
+        self.compressions.rescoring.clear()
         self.waiting.clear()
-        for _, request in sorted(held.items()):
+        for _, request in sorted(requests.items()):
             if request.status is not Status.FINISHED:
                 request.restart()
                 self.waiting.append(request)
-                if request.num_outputs and not self._fits(request):
+                if request.num_outputs and not self._can_recompute(request):
                     self.finish(request, "pool")
             elif request not in self.finished:
                 self.finished.append(request)
 
-    # Room ---------------------------------------------------------------------------------------
+    # Running requests -----------------------------------------------------------------------------
 
-    def _first(self) -> Plan:
-        """Those that must go on: all decodes; where there is none, the oldest prefill."""
-        decodes = {x: 1 for x in self.running if x.prefilled and x not in self.compressions.reading}
-        prefills = [x for x in self.running if not x.prefilled][:1]
-        return decodes or {x: self._chunk(x, self.max_batch_tokens) for x in prefills}
-
-    def _make_room(self) -> Plan:
-        """Compress, pre-empt or end until what must go on has pages; what that is."""
-        while (plan := self._first()) and not self.pool.has_free_pages(self._demand(plan)):
-            if not (self.when.before_preempt and self.compressions.free_rows(self.num_steps)):
+    def _schedule_running(self) -> ScheduledTokens:
+        """Schedule the requests that must progress (see `_must_run`). Compress, pre-empt or end
+        others until their pages are free."""
+        while scheduled := self._must_run():
+            if self.pool.has_free_pages(self._pages_needed(scheduled)):
+                break
+            if not (self.when.before_preempt and self.compressions.free_memory(self.num_steps)):
                 self._preempt()
-        return plan
+        return scheduled
+
+    def _must_run(self) -> ScheduledTokens:
+        """One token of each request that decodes, or, if none decodes, a chunk of the oldest
+        prefill."""
+        rescoring = self.compressions.rescoring
+        decodes = {x: 1 for x in self.running if x.prefilled and x not in rescoring}
+        prefills = [x for x in self.running if not x.prefilled][:1]
+        return decodes or {x: self._chunk_tokens(x, self.max_batch_tokens) for x in prefills}
 
     def _preempt(self) -> None:
-        """Take the pages of the youngest that can be recomputed; if none can, end the youngest."""
-        victim = max(self.running, key=lambda x: (self._fits(x), x.id))
-        if self._fits(victim):
+        """Free the pages of the youngest request that can be recomputed. If none can, end the
+        youngest."""
+        victim = max(self.running, key=lambda x: (self._can_recompute(x), x.id))
+        if self._can_recompute(victim):
             self._requeue(victim)
             self.num_preemptions += 1
-        else:  # eviction let it grow longer than the pool
+        else:  # because of eviction it could grow longer than the pool
             self.finish(victim, "pool")
 
-    def _fits(self, request: Request) -> bool:
-        """Whether all it knows could be prefilled into the empty pool."""
-        return self.prefixes.fits(request, len(request.token_ids))
+    def _can_recompute(self, request: Request) -> bool:
+        """Whether prompt and outputs fit in an empty pool."""
+        return self.prefix_cache.fits_empty_pool(request, len(request.token_ids))
 
     def _start(self, request: Request) -> None:
-        request.run(self.pool.allocate_slot())
+        request.start(self.pool.allocate_slot())
         self.running.append(request)
         self.waiting.remove(request)
 
     def _requeue(self, request: Request) -> None:
         self.waiting.appendleft(request)
-        self._leave(request, request.open_slot)
+        self._release(request, request.open_slot)
         request.restart()
 
-    def _leave(self, request: Request, slot: int) -> None:
-        """A request gives its slot back."""
-        self.prefixes.leave(request)
+    def _release(self, request: Request, slot: int) -> None:
+        """Free the slot and the pages of a running request."""
+        self.prefix_cache.release(request)
         self.pool.free_slot(slot)
         self.running.remove(request)
-        self.compressions.leave(request)
+        self.compressions.remove(request)
 
-    def _demand(self, plan: Plan) -> Ints:
-        """Pages of every class for so many more tokens of each."""
-        lengths = self.pool.host_lengths[[request.open_slot for request in plan]]
-        return self.pool.pages_needed(lengths, list(plan.values()), self.chunk)
+    def _pages_needed(self, scheduled: ScheduledTokens) -> Ints:
+        """Pages per class [C] that these tokens need."""
+        lengths = self.pool.host_lengths[[request.open_slot for request in scheduled]]
+        return self.pool.pages_needed(lengths, list(scheduled.values()), self.chunk)
 
-    # Prefill ------------------------------------------------------------------------------------
+    # Prefill --------------------------------------------------------------------------------------
 
     @property
-    def longest_chunk(self) -> int:
-        """Tokens of one request in the coming step, at most."""
-        whole = self.runner.long_chunks and not any(x.prefilled for x in self.running)
-        return self.max_batch_tokens if whole else self.chunk
+    def max_chunk(self) -> int:
+        """Most tokens of one request in the next step."""
+        no_decode = not any(x.prefilled for x in self.running)
+        return (
+            self.max_batch_tokens if self.runner.supports_long_chunks and no_decode else self.chunk
+        )
 
-    def _chunk(self, request: Request, left: int) -> int:
-        """Tokens of its next chunk, where a step has `left` for it: where it does not end,
-        in whole units of its own."""
-        most = self.pool.layout.max_tokens_in_step(request.num_computed)
-        tokens = min(self.longest_chunk, request.num_pending, left, most)
+    def _chunk_tokens(self, request: Request, budget: int) -> int:
+        """Number of tokens of a request's next chunk, if the step has a budget of `budget` prompt
+        tokens. Unless it is the last chunk, it ends at a multiple of `prefill_multiple` after the
+        packed context."""
+        layout_limit = self.pool.layout.most_at(request.num_computed)
+        tokens = min(self.max_chunk, request.num_pending, budget, layout_limit)
         if tokens == request.num_pending:
             return tokens
-        first = request.num_computed - request.own_start
-        return max((first + tokens) // self.unit * self.unit - first, 0)
+        start, multiple = request.num_computed - request.context_length, self.prefill_multiple
+        return max((start + tokens) // multiple * multiple - start, 0)
 
-    def _left(self, plan: Plan) -> int:
-        """Tokens of prompts that the coming step has room and time for."""
-        left = self.max_batch_tokens - sum(plan.values())
-        if not any(request.prefilled for request in plan):
-            return left
-        prompts = sum(tokens for request, tokens in plan.items() if not request.prefilled)
-        return int(min(left, max(self.pace.most, self.unit) - prompts))
+    def _prompt_budget(self, scheduled: ScheduledTokens) -> int:
+        """Prompt tokens that the next step can take in addition, by number and by time."""
+        budget = self.max_batch_tokens - sum(scheduled.values())
+        if not any(request.prefilled for request in scheduled):
+            return budget
+        prompts = sum(tokens for request, tokens in scheduled.items() if not request.prefilled)
+        return int(min(budget, max(self.pace.max_tokens, self.prefill_multiple) - prompts))
 
-    def _continue_prefills(self, plan: Plan) -> None:
-        prefills = [x for x in self.running if not x.prefilled and x not in plan]
+    def _schedule_prefills(self, scheduled: ScheduledTokens) -> None:
+        """Schedule chunks of running requests whose prompts are not computed yet."""
+        prefills = [x for x in self.running if not x.prefilled and x not in scheduled]
         if not prefills:
             return
-        pages, left = self._demand(plan), self._left(plan)
+        pages, budget = self._pages_needed(scheduled), self._prompt_budget(scheduled)
         for request in prefills:
-            tokens = self._chunk(request, left)
-            pages = pages + self._demand({request: tokens})
+            tokens = self._chunk_tokens(request, budget)
+            pages = pages + self._pages_needed({request: tokens})
             if tokens < 1 or not self.pool.has_free_pages(pages):
                 return
-            plan[request] = tokens
-            left -= tokens
+            scheduled[request] = tokens
+            budget -= tokens
 
-    def _early(self, steps: int = 0) -> bool:
-        """Whether those who wait had better go on, so many steps from now."""
+    # Admission ------------------------------------------------------------------------------------
+
+    def _admission_postponed(self, steps: int = 0) -> bool:
+        """Whether `Schedule.admit_every` still delays admission `steps` steps from now."""
         early = self.num_steps + steps - self.last_admitted < self.when.admit_every
         return early and all(x.num_pending < self.chunk for x in islice(self.waiting, 1))
 
-    def _admit(self, plan: Plan) -> None:
-        """Let requests in while slots, tokens and pages for all they and the others need last. The
-        first that lacks pages is overtaken by some that do not: by so many rows as it needs."""
+    def _admit(self, scheduled: ScheduledTokens) -> None:
+        """Admit waiting requests while there are free slots, prompt tokens, and pages for
+        `headroom` more tokens of all running requests.
+
+        If the first request does not fit, later ones may overtake it, but their cache entries in
+        total must not exceed the number it needs itself, so that it does not starve.
+        """
         if not self.waiting or len(self.running) == self.pool.num_slots:
             return
-        if self._early() and any(request.prefilled for request in self.running):
+        if self._admission_postponed() and any(request.prefilled for request in self.running):
             return
-        pages = self._demand({x: x.rows_ahead(self.headroom) for x in self.running})
+        pages = self._pages_needed({x: x.entries_needed(self.headroom) for x in self.running})
         if not self.pool.has_free_pages(pages):
             return
-        left, late, looked = self._left(plan), None, 0
+        budget, overtaken, num_tried = self._prompt_budget(scheduled), None, 0
         for request in tuple(self.waiting):
-            if looked == LOOK or left < 1 or len(self.running) == self.pool.num_slots:
+            if num_tried == MAX_TRIED or budget < 1 or len(self.running) == self.pool.num_slots:
                 return
-            if left < min(self.unit, request.num_pending):
+            if budget < min(self.prefill_multiple, request.num_pending):
                 return
-            if late is not None:
-                looked += 1
-                if not late.lets_by(request):
+            if overtaken is not None:
+                num_tried += 1
+                if not overtaken.allows_overtake(request):
                     continue
-            if (chain := self.prefixes.find(request)) is None:
+            if (chain := self.prefix_cache.lookup(request)) is None:
                 continue
-            need = self.prefixes.cost(chain, request.rows_ahead(self.headroom))
-            beside = need if self.running else self.prefixes.cost(chain, request.num_pending)
-            if not self.prefixes.has_free_pages(pages + beside, chain):
-                late = late or request
+            needed = self.prefix_cache.pages_needed(chain, request.entries_needed(self.headroom))
+            required = needed
+            if not self.running:  # then it is admitted without headroom
+                required = self.prefix_cache.pages_needed(chain, request.num_pending)
+            if not self.prefix_cache.has_free_pages(pages + required, chain):
+                overtaken = overtaken or request
                 continue
-            if late is not None:
-                late.num_overtaken += request.most_rows
+            if overtaken is not None:
+                overtaken.num_overtaken += request.max_entries
             self._start(request)
             self.last_admitted = self.num_steps
-            pages = pages + need - self.prefixes.begin(request, chain)
-            plan[request] = self._chunk(request, left)
-            left -= plan[request]
+            pages = pages + needed - self.prefix_cache.start(request, chain)
+            scheduled[request] = self._chunk_tokens(request, budget)
+            budget -= scheduled[request]

@@ -1,4 +1,4 @@
-"""Settings of one request: how its tokens are chosen, and what it may keep."""
+"""Settings of one request: how its tokens are sampled, and how much of its cache it keeps."""
 
 import json
 from collections.abc import Mapping
@@ -12,49 +12,65 @@ from kvfold.engine.requests.tables import Tables
 from kvfold.utils.errors import SettingError
 from kvfold.utils.tokens import check_text
 
-GREEDY_BELOW = 1e-5  # a lower temperature is greedy: dividing by it says nothing more
+GREEDY_BELOW = 1e-5  # a lower temperature counts as greedy
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one request's tokens are chosen and when it ends. Raises ValueError.
+    """How one request's tokens are sampled, and when it ends. Raises ValueError.
 
-    temperature: 0 is greedy. top_k, then top_p, limit what temperature leaves (None, 1: no limit).
-    min_p: nor is a token taken that is less likely than this share of the likeliest.
-    seed: the same seed gives the same tokens (None: from entropy). stop: strings that end the text,
-    which is cut before them; stop_token_ids: tokens that do, and are no text. min_tokens: before so
-    many no end token, and none of these, is taken. skip_special_tokens: these are no text.
-    logprobs: how many of the likeliest tokens are reported beside the chosen one (None: nothing
-    is), before all that changes or limits what is likely; prompt_logprobs: so many beside every
-    token of the prompt but the first. No rows of others are taken then: nothing was read.
-    logit_bias: what is added to tokens' logits, a dict or (token id, bias) pairs.
-    presence_penalty, frequency_penalty: taken off the logits of outputs, once, and for each time.
-    repetition_penalty: divides positive logits of all tokens so far, and multiplies others.
-    allowed_token_ids: no others are taken (None: all are). bad_words: texts, or their token ids,
-    that do not come: never the last of their tokens behind the others.
-    json_schema, regex: what the whole text keeps to, and ends where it is complete; a schema is a
-    dict, a bool or its text.
+    max_new_tokens: most outputs.
+    temperature: 0 is greedy.
+    top_k, then top_p: limit the tokens after temperature (None, 1: no limit).
+    min_p: drops tokens less likely than this share of the likeliest one.
+    seed: the same seed gives the same tokens (None: from entropy).
+    stop: strings that end the text, which is cut before them.
+    stop_token_ids: tokens that end the request and are not part of the text.
+    min_tokens: number of outputs before which no end token or stop token is sampled.
+    skip_special_tokens: leave special tokens out of the text.
+    logprobs: number of likeliest tokens to report for each output, in addition to the chosen one
+        (None: no log-probabilities), before any setting changes the logits.
+    prompt_logprobs: the same for each prompt token but the first. The request then uses no prefix
+        cache.
+    logit_bias: added to the logits of tokens; a dict or (token id, bias) pairs.
+    presence_penalty, frequency_penalty: subtracted from the logits of outputs, once, and per
+        occurrence.
+    repetition_penalty: divides positive logits of all prompt and output tokens, and multiplies
+        negative ones.
+    allowed_token_ids: the only tokens that are sampled (None: all).
+    bad_words: texts or token id sequences that are never generated: after their other tokens, the
+        last one is forbidden.
+    json_schema, regex: grammar of the whole text, which ends when it is complete. A schema is a
+        dict, a bool or its JSON text.
     """
 
-    max_new_tokens: int = setting(128, "Most tokens to add.", least=1)
+    max_new_tokens: int = setting(128, "Most tokens to generate.", least=1)
     temperature: float = setting(0.0, "Sample at this temperature; 0 is greedy.", least=0)
     top_k: int | None = setting(None, "Sample from the K likeliest tokens only.", least=1)
     top_p: float = setting(
-        1.0, "Sample from the likeliest tokens that hold this probability only.", above=0, most=1
+        1.0, "Sample from the likeliest tokens with this total probability only.", above=0, most=1
     )
-    min_p: float = setting(0.0, "Least share of the likeliest's probability.", least=0, most=1)
-    seed: int | None = setting(None, "Of the sampling.", **SEEDS)
+    min_p: float = setting(
+        0.0, "Least probability, as a share of the likeliest token's.", least=0, most=1
+    )
+    seed: int | None = setting(None, "Seed of the sampling.", **SEEDS)
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    min_tokens: int = setting(0, "Tokens before an end.", least=0)
-    ignore_eos: bool = setting(False, "Go on after an end token.")
-    skip_special_tokens: bool = setting(True, "Show no special tokens.")
-    logprobs: int | None = setting(None, "Likeliest tokens to report.", least=0)
-    prompt_logprobs: int | None = setting(None, "The same of the prompt.", least=0)
+    min_tokens: int = setting(0, "Outputs before an end token may come.", least=0)
+    ignore_eos: bool = setting(False, "Continue after an end token.")
+    skip_special_tokens: bool = setting(True, "Leave special tokens out of the text.")
+    logprobs: int | None = setting(None, "Likeliest tokens to report for each output.", least=0)
+    prompt_logprobs: int | None = setting(
+        None, "Likeliest tokens to report for each prompt token.", least=0
+    )
     logit_bias: tuple[tuple[float, float], ...] = ()
-    presence_penalty: float = setting(0.0, "Of tokens said.", least=-2, most=2)
-    frequency_penalty: float = setting(0.0, "Of every time said.", least=-2, most=2)
-    repetition_penalty: float = setting(1.0, "Of all tokens so far.", least=0.01, most=100)
+    presence_penalty: float = setting(
+        0.0, "Subtracted from the logits of tokens in the output.", least=-2, most=2
+    )
+    frequency_penalty: float = setting(
+        0.0, "Subtracted per occurrence in the output.", least=-2, most=2
+    )
+    repetition_penalty: float = setting(1.0, "Penalty of all tokens so far.", least=0.01, most=100)
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str | tuple[int, ...], ...] = ()
     json_schema: str | None = None
@@ -105,24 +121,24 @@ class SamplingParams:
 
     @property
     def guided(self) -> bool:
-        """Whether a grammar says what the text is."""
+        """Whether a grammar constrains the text."""
         return self.json_schema is not None or self.regex is not None
 
     @cached_property
     def penalises(self) -> bool:
-        """Whether tokens so far change logits."""
+        """Whether a penalty for earlier tokens changes logits."""
         neutral = (0, 0, 1)
         return neutral != (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
 
     @cached_property
     def edits(self) -> bool:
-        """Whether logits are changed before a token is chosen."""
-        asked = (self.penalises, self.logit_bias, self.min_tokens, self.bad_words, self.guided)
-        return any(asked) or self.allowed_token_ids is not None
+        """Whether any setting changes logits before a token is sampled."""
+        active = (self.penalises, self.logit_bias, self.min_tokens, self.bad_words, self.guided)
+        return any(active) or self.allowed_token_ids is not None
 
     @cached_property
     def tables(self) -> Tables:
-        """What these settings say of logits, where bad words are token ids."""
+        """The logit settings as arrays. Bad words must be token ids."""
         return Tables(
             logit_bias=self.logit_bias,
             allowed=self.allowed_token_ids,
@@ -131,8 +147,8 @@ class SamplingParams:
         )
 
     def changed(self, **numbers: int | None) -> "SamplingParams":
-        """The same but for `seed` or `max_new_tokens`. The others are not checked again, and what
-        was made of them is shared: they may be large, and a request has many choices."""
+        """A copy with another `seed` or `max_new_tokens`. Other settings may be large, and a
+        request may have many choices: they are shared, and not checked again."""
         known = settings_of(SamplingParams)
         choice = copy(self)
         for name, value in numbers.items():
@@ -143,17 +159,17 @@ class SamplingParams:
         return choice
 
     @property
-    def but_seed(self) -> tuple[int, ...]:
-        """The same number for each setting of settings that `changed` made of the same ones, while
-        these are alive."""
+    def identity_but_seed(self) -> tuple[int, ...]:
+        """A key that is equal for settings that `changed` made from the same settings, as long as
+        these are alive, if at most the seed differs."""
         return tuple(id(getattr(self, x.name)) for x in fields(self) if x.name != "seed")
 
     @property
     def named_tokens(self) -> tuple[int, ...]:
-        """Tokens that these settings name."""
-        found = [*self.stop_token_ids, *(self.allowed_token_ids or ())]
-        found += [id for word in self.bad_words if not isinstance(word, str) for id in word]
-        return (*found, *(int(token) for token, _ in self.logit_bias))
+        """All token ids in these settings."""
+        tokens = [*self.stop_token_ids, *(self.allowed_token_ids or ())]
+        tokens += [id for word in self.bad_words if not isinstance(word, str) for id in word]
+        return (*tokens, *(int(token) for token, _ in self.logit_bias))
 
     @property
     def greedy(self) -> bool:
@@ -162,14 +178,15 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheParams:
-    """How many tokens' rows a request may keep after compression. Raises ValueError.
+    """How many cache entries a request keeps after compression. Raises ValueError.
 
-    max_cache_tokens: rows a group on average. keep_tokens: fraction of the tokens seen so far.
-    Neither: nothing is evicted. protected: most recent tokens that are never evicted (None: as the
-    policy says). every: once it is over its budget again, it is compressed again, at most once in
-    so many tokens (None: after its prompt, and where pages are short). prefix_caching: whether it
-    takes rows that others computed, and they may have its own; cache_salt: of those with the same
-    one alone.
+    max_cache_tokens: cache entries per group, on average.
+    keep_tokens: fraction of the tokens seen so far. If neither is set, nothing is evicted.
+    protected: most recent tokens that are never evicted (None: as the policy says).
+    every: compress again once it is above its budget, at most once in so many tokens (None: only
+        after its prompt and if pages run out).
+    prefix_caching: whether it uses cached prefixes and adds to them.
+    cache_salt: share prefixes only with requests that have the same salt.
     """
 
     max_cache_tokens: int | None = setting(None, "Tokens to keep, averaged over heads.", least=1)
@@ -192,6 +209,6 @@ class CacheParams:
 
     @property
     def limited(self) -> bool:
-        """Whether it says what is evicted."""
-        found = (self.max_cache_tokens, self.keep_tokens, self.protected, self.every)
-        return any(x is not None for x in found)
+        """Whether any setting of eviction is given."""
+        limits = (self.max_cache_tokens, self.keep_tokens, self.protected, self.every)
+        return any(x is not None for x in limits)

@@ -1,4 +1,4 @@
-"""What `LLM.generate` is called with, as one list of prompts with settings each."""
+"""Normalise the arguments of `LLM.generate`: one list of prompts, and settings for each."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -12,7 +12,7 @@ Prompt = str | Sequence[int]
 def spread(
     name: str, value: T | Sequence[T] | None, prompts: Sequence[Prompt]
 ) -> Sequence[T | None]:
-    """A setting for every prompt."""
+    """One setting per prompt, from a single setting or one for each. Raises ValueError."""
     if not isinstance(value, Sequence):
         return [value] * len(prompts)
     if len(value) != len(prompts):
@@ -23,6 +23,7 @@ def spread(
 
 
 def check_params(sampling: Any, cache: Any) -> None:
+    """Raises ValueError if these are not SamplingParams and CacheParams, or None."""
     for name, value, kind in (
         ("sampling", sampling, SamplingParams),
         ("cache", cache, CacheParams),
@@ -32,15 +33,15 @@ def check_params(sampling: Any, cache: Any) -> None:
 
 
 def as_list(prompts: Any) -> Sequence[Prompt]:
-    """Prompts, of which a text or token ids are one."""
+    """A list of prompts, from one prompt (text or token ids) or several. Raises ValueError."""
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, bytes | Mapping) or not hasattr(prompts, "__getitem__"):
         raise ValueError(
             f"prompts must be a text, token ids or a list of these; got {prompts!r:.100}"
         )
-    found = list(prompts)
-    return [found] if found and all(map(_is_number, found)) else found
+    items = list(prompts)
+    return [items] if items and all(map(_is_number, items)) else items
 
 
 def _is_number(item: Any) -> bool:

@@ -1,4 +1,5 @@
-"""A request: its tokens, how far the cache has them, and a step's batch."""
+"""A request and its progress, the chunks and the batch of a step, and the interface of the
+runner."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,23 +18,25 @@ from kvfold.engine.requests.params import CacheParams as CacheParams
 from kvfold.engine.requests.params import SamplingParams as SamplingParams
 from kvfold.utils.errors import SettingError
 
-# An end token; a stop string; its own limit or the longest that a sequence may be; pages that it
-# grew to need and nobody has.
+# eos: an end token. stop: a stop token or string. length: the request's own limit or `max_tokens`.
+# pool: its cache entries no longer fit in the pool.
 FinishReason = Literal["eos", "stop", "length", "pool", "cancelled", "error"]
 
-UNREAD = -1  # a token that the device alone knows yet
+UNKNOWN_TOKEN = -1  # placeholder of a sampled token that is not on the host yet
 
 
 class Status(Enum):
-    WAITING = "waiting"  # owns no slot
-    RUNNING = "running"  # owns a slot
+    WAITING = "waiting"  # has no slot
+    RUNNING = "running"  # has a slot
     FINISHED = "finished"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLogprobs:
     """Natural log-probability of the chosen token, and the likeliest (token id, logprob) pairs.
-    rank: of a prompt's token among all, 1 of the likeliest."""
+
+    rank: only of prompt tokens: rank among all tokens, 1 for the likeliest.
+    """
 
     chosen: float
     top: tuple[tuple[int, float], ...]
@@ -42,13 +45,15 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, kw_only=True)
 class StepOutput:
-    """One request's part of a step's outputs.
+    """New outputs of one request in a step.
 
-    token_ids: new outputs, an end token included. text: what of it may be shown; empty without a
-    tokenizer. logprobs: one entry a token, or None. finish_reason: set in a request's last output.
-    error: what went wrong, if that is "error"; refusal: what is wrong with its settings, where
-    these are why. prompt_logprobs: where they are wanted, of all but the prompt's first token, with
-    the first outputs.
+    token_ids: new tokens, an end token included.
+    text: new text that may be shown; empty without a tokenizer.
+    logprobs: one entry per token, or None.
+    finish_reason: set in a request's last output.
+    error: the error message if finish_reason is "error".
+    refusal: the wrong setting, if that is the cause of the error.
+    prompt_logprobs: if requested, of all prompt tokens but the first; comes with the first outputs.
     """
 
     id: int
@@ -65,20 +70,23 @@ Deliver = Callable[[StepOutput], object]
 
 
 class Guide(Protocol):
-    """A grammar's place in one request's text."""
+    """Matches one request's outputs against a grammar."""
 
-    def ask(self, outputs: Sequence[int]) -> None:
-        """Have what `allowed` tells looked for, once it is sent."""
+    def prepare(self, outputs: Sequence[int]) -> None:
+        """Start computing the answer of `allowed_tokens`, after the next `flush`."""
         ...
 
-    def send(self) -> None:
-        """Send what was asked for, of all guides that share a grammar."""
+    def flush(self) -> None:
+        """Send the prepared calls of all guides that share a grammar."""
         ...
 
-    def allowed(self, outputs: Sequence[int]) -> np.ndarray:
-        """Tokens that may come next, as bits int32 [ceil(V / 32)]: bit j % 32 of number j // 32 is
-        token j's. outputs: all so far; asking twice changes nothing. Raises SettingError where it
-        takes too long, or nobody knows."""
+    def allowed_tokens(self, outputs: Sequence[int]) -> np.ndarray:
+        """Tokens that may come next, as a bit mask int32 [ceil(V / 32)]: bit j % 32 of entry j //
+        32 is token j.
+
+        outputs: all outputs so far; a repeated call has no side effect. Raises SettingError if it
+            takes too long, or the grammar's process has ended.
+        """
         ...
 
 
@@ -86,16 +94,24 @@ class Guide(Protocol):
 class Request:
     """One request. Ids count up in order of arrival.
 
-    token_ids: prompt, then outputs. num_computed: leading tokens that went through the model since
-    the slot was opened; the next one's position. The cache may hold fewer rows than that once some
-    are evicted. num_prefill: tokens that this slot prefills: the prompt, and after a pre-emption
-    the outputs until then too. last_compressed: step in which this slot was last compressed, or
-    found within its budget after prefill. seed: of its draws, from entropy where none was given.
-    num_overtaken: rows of requests that were let in before it. num_evicted: tokens, averaged over
-    groups, that the cache lost to eviction since this slot was opened. deliver: takes its outputs,
-    in place of who steps. guide: of a text that keeps to a grammar. num_cached: leading tokens that
-    others had computed when it first ran; names: of its blocks; num_indexed: leading blocks that
-    others may have (None: none of them, nor any that come). context: rows of its first tokens.
+    token_ids: prompt, then outputs.
+    num_computed: leading tokens that went through the model since the request got its slot; also
+        the position of the next one. The cache holds fewer entries once some are evicted.
+    num_prefill: leading tokens to prefill: the prompt, and after a pre-emption also the outputs so
+        far.
+    num_cached: leading tokens that came from the prefix cache when the request first ran.
+    num_indexed: leading blocks that the prefix cache has (None: it gets no blocks of this request).
+    num_scored: leading tokens whose entries have been re-scored for a policy.
+    num_evicted: tokens, averaged over groups, evicted since the request got its slot.
+    num_overtaken: cache entries of the requests that were admitted before it although it came
+        first.
+    last_compressed: step in which it was last compressed, or was within its budget after its
+        prefill.
+    seed: of its sampling; from entropy if `sampling` has none.
+    deliver: called with its outputs (None: `Engine.step` returns them).
+    guide: matcher of its grammar.
+    context: packed context that holds the entries of its first tokens.
+    block_hasher: hashes of its blocks, for the prefix cache.
     """
 
     id: int
@@ -108,22 +124,22 @@ class Request:
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     error: str | None = None
-    refusal: SettingError | None = None  # what its settings have to do with the error
+    refusal: SettingError | None = None  # the wrong setting, if that is the cause of the error
     slot: int | None = None
     num_computed: int = 0
     num_prefill: int = 0
     last_compressed: int | None = None
     num_compressed: int = 0  # num_computed at the last compression
-    num_scored: int = 0  # leading tokens whose rows were read again for a policy
+    num_scored: int = 0
     num_overtaken: int = 0
     num_evicted: float = 0.0
     num_restarts: int = 0
     num_cached: int = 0
     num_indexed: int | None = None
     context: PackedContext | None = None
-    names: BlockHasher | None = None
-    started: float | None = None  # when it first ran, in seconds of time.monotonic
-    num_delivered: int = 0  # outputs that left the engine
+    block_hasher: BlockHasher | None = None
+    started: float | None = None  # when it first ran, time.monotonic() in seconds
+    num_delivered: int = 0  # outputs that were delivered
     deliver: Deliver | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -136,7 +152,7 @@ class Request:
 
     @property
     def open_slot(self) -> int:
-        """Its slot in the pool, which it must own."""
+        """The slot of a running request. Asserts that it has one."""
         assert self.slot is not None, f"request {self.id} is {self.status.value}"
         return self.slot
 
@@ -148,8 +164,9 @@ class Request:
     def outputs(self) -> list[int]:
         return self.token_ids[self.num_prompt :]
 
-    def seen(self) -> dict[int, int]:
-        """How often each token so far is an output. Reads what came since the last call only."""
+    def token_counts(self) -> dict[int, int]:
+        """How often each token of prompt and outputs occurs in the outputs. Only counts tokens that
+        are new since the last call."""
         for i in range(self._num_counted, len(self.token_ids)):
             token = self.token_ids[i]
             self._counts[token] = self._counts.get(token, 0) + (i >= self.num_prompt)
@@ -158,12 +175,12 @@ class Request:
 
     @property
     def num_pending(self) -> int:
-        """Tokens the model has yet to see."""
+        """Tokens that have not been computed."""
         return len(self.token_ids) - self.num_computed
 
     @property
-    def own_start(self) -> int:
-        """The position of its first token that is in no packed context."""
+    def context_length(self) -> int:
+        """Number of leading tokens that a packed context holds."""
         return 0 if self.context is None else len(self.context.token_ids)
 
     @property
@@ -177,66 +194,70 @@ class Request:
 
     @property
     def wants_compression(self) -> bool:
-        """Whether it is to be compressed by now, if it is over its budget."""
+        """Whether its own schedule (`CacheParams.every`) says that it is compressed now, if it is
+        above its budget."""
         every = self.cache.every
         return every is not None and self.num_uncompressed >= every
 
     @property
-    def most_rows(self) -> int:
-        """Rows it writes in all, if nothing ends it early."""
+    def max_entries(self) -> int:
+        """Most cache entries per group that it can write."""
         return self.num_prompt + self.sampling.max_new_tokens - 1
 
-    def lets_by(self, other: "Request") -> bool:
-        """Whether another may be let in before it, which waits for pages: for as many rows as it
-        needs itself, and none once it ran and was pre-empted."""
-        return not self.num_outputs and self.num_overtaken + other.most_rows <= self.most_rows
+    def allows_overtake(self, other: "Request") -> bool:
+        """Whether `other` may be admitted before this request, which waits for pages. The cache
+        entries of such requests in total must not exceed its own, and there is none once it ran and
+        was pre-empted."""
+        return not self.num_outputs and self.num_overtaken + other.max_entries <= self.max_entries
 
-    def rows_ahead(self, headroom: int) -> int:
-        """Rows it writes until `headroom` more tokens are out; the last token needs none."""
+    def entries_needed(self, headroom: int) -> int:
+        """Cache entries per group that it writes for its pending tokens and up to `headroom` more
+        outputs. The last output of a request has none."""
         return self.num_pending + min(headroom, self.sampling.max_new_tokens - self.num_outputs - 1)
 
-    # Status, slot and progress are written by these alone; the pool's slots by who calls them.
+    # Only these methods change status, slot and progress. The caller allocates and frees the slot.
 
     @classmethod
-    def by_hand(cls, slot: int) -> "Request":
-        """An empty one that runs without a scheduler: who holds it appends to `token_ids`."""
+    def unscheduled(cls, slot: int) -> "Request":
+        """An empty request that runs without a scheduler. The caller appends to `token_ids`."""
         request = cls(id=0, token_ids=[], num_prompt=0, sampling=SamplingParams())
-        request.run(slot)
+        request.start(slot)
         return request
 
-    def run(self, slot: int) -> None:
+    def start(self, slot: int) -> None:
+        """Run in a slot of the pool."""
         self.status, self.slot = Status.RUNNING, slot
         self.started = self.started or monotonic()
 
     def prefill_until(self, position: int) -> None:
-        """Tokens from `position` on are decoded."""
+        """Prefill the tokens before `position`; decode those from `position` on."""
         self.num_prefill = position
 
     def next_chunk(self, count: int) -> "ScheduledChunk":
-        """The next `count` tokens; logits are wanted after the last one known."""
+        """The next `count` tokens. Its last token samples if it is the last known one."""
         start, end = self.num_computed, self.num_computed + count
         tokens = tuple(self.token_ids[start:end])
         ends = end == len(self.token_ids)
         return ScheduledChunk(request=self, start=start, tokens=tokens, wants_logits=ends)
 
-    def chunk_ahead(self) -> "ScheduledChunk":
-        """Its next token once all known ones are computed: the one that these lead to."""
+    def next_decode_chunk(self) -> "ScheduledChunk":
+        """The chunk of the next output, which is being sampled: all known tokens are computed."""
         assert not self.num_pending, f"{self.num_pending} tokens are not computed"
         return ScheduledChunk(
-            request=self, start=self.num_computed, tokens=(UNREAD,), wants_logits=True
+            request=self, start=self.num_computed, tokens=(UNKNOWN_TOKEN,), wants_logits=True
         )
 
     def advance(self, count: int) -> None:
-        """The next `count` tokens went through the model."""
+        """Count `count` more tokens as computed."""
         self.num_computed += count
 
     def rewind(self, position: int) -> None:
-        """Forget the tokens from `position` on."""
+        """Drop the tokens from `position` on."""
         self.num_computed, self.num_scored = position, min(self.num_scored, position)
         del self.token_ids[position:]
 
     def restart(self) -> None:
-        """Back to waiting, to prefill everything known so far."""
+        """Go back to waiting, to prefill all known tokens again."""
         self.status, self.slot = Status.WAITING, None
         self.num_computed = self.num_compressed = self.num_scored = 0
         self.num_evicted = 0.0
@@ -248,11 +269,12 @@ class Request:
     def finish(
         self, reason: FinishReason, error: str | None, refusal: SettingError | None = None
     ) -> None:
+        """Set the final status."""
         self.status, self.slot = Status.FINISHED, None
         self.finish_reason, self.error, self.refusal = reason, error, refusal
 
     def output(self) -> StepOutput:
-        """Outputs that have not left the engine yet."""
+        """The outputs that have not been delivered."""
         start = self.num_delivered
         wanted = self.sampling.logprobs is not None
         scored = self.sampling.prompt_logprobs is not None and not start and self.num_outputs
@@ -269,22 +291,22 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduledChunk:
-    """Consecutive tokens of one request, the first at position `start`. One that nobody has read
-    yet is UNREAD."""
+    """Consecutive tokens of one request, the first at position `start`. A token that is not on the
+    host yet is UNKNOWN_TOKEN."""
 
     request: Request
     start: int
     tokens: tuple[int, ...]
-    wants_logits: bool  # of its last token
+    wants_logits: bool  # whether its last token samples the next one
 
     @property
     def end(self) -> int:
-        """The position behind its last token."""
+        """The position after its last token."""
         return self.start + len(self.tokens)
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether it tells how likely tokens of a prompt are that wants to know."""
+        """Whether log-probabilities of its prompt tokens are requested."""
         request = self.request
         if request.sampling.prompt_logprobs is None or request.num_outputs:
             return False
@@ -295,14 +317,14 @@ class ScheduledChunk:
         return self.start >= self.request.num_prefill
 
     @property
-    def is_next(self) -> bool:
-        """Whether its request goes on with it still."""
+    def is_current(self) -> bool:
+        """Whether its request still runs and expects this chunk next."""
         return self.request.status is Status.RUNNING and self.request.num_computed == self.start
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The tokens of one forward pass: decodes, then prefill chunks. Their rows have pages."""
+    """The tokens of one forward pass: decodes, then prefill chunks. Their pages are allocated."""
 
     chunks: tuple[ScheduledChunk, ...]
 
@@ -319,52 +341,56 @@ class Runner(Protocol):
     """The model side of the engine."""
 
     @property
-    def goes_ahead(self) -> bool:
-        """Whether a step may be launched before the tokens of the one in front are read."""
+    def supports_async(self) -> bool:
+        """Whether a step may be launched before the tokens of the previous one are on the host."""
         ...
 
     @property
-    def long_chunks(self) -> bool:
-        """Whether a prompt's chunk may be as long as a step: its work space grows no faster."""
+    def supports_long_chunks(self) -> bool:
+        """Whether a prefill chunk may have as many tokens as a step, since its workspace does not
+        grow faster."""
         ...
 
     @property
-    def unit(self) -> int:
-        """Tokens of a prompt that are looked at together: its chunks end at multiples of so many,
-        or where it does."""
+    def prefill_multiple(self) -> int:
+        """Prefill chunks end at multiples of this number of tokens, or with the prompt."""
         ...
 
     def run(self, batch: Batch, tokens: Tensor | None = None) -> Tensor:
-        """Write every chunk's rows; logits [len(batch.with_logits), V] in order. tokens: int64 [N]
-        on the device, in place of the batch's own, which nobody has read yet."""
+        """Run a batch and write its cache entries. Returns logits [len(batch.with_logits), V] in
+        order.
+
+        tokens: int64 [N] on the device; replaces the batch's tokens, which are not on the host yet.
+        """
         ...
 
     @property
-    def repeatable(self) -> bool:
-        """Whether `run` may be called again with a part of a batch that it failed for."""
+    def can_retry(self) -> bool:
+        """Whether `run` may be called again with a part of a batch for which it failed."""
         ...
 
-    def slide(self, batch: Batch) -> None:
-        """Free what no token after a batch that is done sees."""
+    def free_outside_windows(self, batch: Batch) -> None:
+        """Free the pages that left all sliding windows, after a batch is computed."""
         ...
 
     def needs_compression(self, request: Request) -> bool:
-        """Does it hold more pages than its budget?"""
+        """Whether a request holds more pages than its budget."""
         ...
 
     @property
     def demotes(self) -> bool:
-        """Whether requests are compressed as they go on, each whenever it is over its budget."""
+        """Whether entries become low-rank as requests go on, so that each is compressed whenever it
+        is above its budget."""
         ...
 
     def compress(self, requests: list[Request]) -> None:
-        """Evict to each one's budget and give the pages back to the pool."""
+        """Evict entries of requests down to their budgets, and free the pages."""
         ...
 
-    def unread(self, request: Request) -> bool:
-        """Whether some of its rows have to be read again before it can be compressed."""
+    def needs_rescoring(self, request: Request) -> bool:
+        """Whether a request must be re-scored before it can be compressed."""
         ...
 
-    def read(self, request: Request) -> None:
-        """Read a piece of it again, which gets no pages."""
+    def rescore_segment(self, request: Request) -> None:
+        """Run a re-scoring pass over the next prompt segment of a request. Allocates no pages."""
         ...

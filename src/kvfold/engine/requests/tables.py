@@ -1,4 +1,4 @@
-"""What a request's settings say of logits, as arrays that all of its choices and steps share."""
+"""Logit settings of a request as arrays, shared by all its choices and steps."""
 
 from collections.abc import Sequence
 
@@ -10,11 +10,15 @@ Word = tuple[int, ...]
 
 
 class Tables:
-    """logit_bias: (token id, bias) pairs, of which the last of a token counts. allowed: tokens that
-    may come (None: all). bad_words: token ids; stop: tokens that end a text.
+    """Arrays of a request's logit settings.
 
-    biased, stop int64: token ids, each once; bias fp32, of `biased`. allowed_bits int32, or None:
-    bit i % 32 of number i // 32 is token i's, of as many tokens as it takes.
+    logit_bias: (token id, bias) pairs; the last pair of a token counts.
+    allowed: tokens that may come (None: all).
+    bad_words: forbidden token sequences.
+    stop: stop tokens.
+
+    biased, stop: int64, distinct token ids. bias: fp32, of `biased`.
+    allowed_bits: bit mask int32 as in `Guide.allowed_tokens`, or None.
     """
 
     def __init__(
@@ -33,7 +37,7 @@ class Tables:
         self._ends = _ends_by_beginning(bad_words)
 
     def ends(self, outputs: Sequence[int]) -> list[Ints]:
-        """Last tokens of bad words whose other tokens `outputs` end with."""
+        """The last tokens of the bad words whose preceding tokens `outputs` ends with."""
         begun = (ends.get(tuple(outputs[-size:]) if size else ()) for size, ends in self._ends)
         return [tokens for tokens in begun if tokens is not None]
 
@@ -45,8 +49,8 @@ def _bits(tokens: Ints) -> np.ndarray:
 
 
 def _ends_by_beginning(words: Sequence[Word]) -> list[tuple[int, dict[Word, Ints]]]:
-    """By how many tokens are before the last, and which: so that a step looks up each number of
-    tokens once, however many words there are."""
+    """Last tokens of bad words by number of preceding tokens and by these tokens, so that a step
+    looks up each number once, however many bad words there are."""
     ends: dict[int, dict[Word, list[int]]] = {}
     for *begun, last in words:
         ends.setdefault(len(begun), {}).setdefault(tuple(begun), []).append(last)

@@ -1,1 +1,1 @@
-"""A step of the model: inputs, attention metadata, graphs, sampling, eviction."""
+"""The model side of a step: inputs, attention metadata, CUDA graphs, sampling, eviction."""

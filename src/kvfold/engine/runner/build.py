@@ -1,4 +1,4 @@
-"""From a model, folded or plain, and a cache configuration to a runner over a pool."""
+"""Build a runner: from a model, folded or not, and a cache configuration."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -38,7 +38,7 @@ from kvfold.ops.backend import use_triton
 from kvfold.ops.decode import one_pass_page
 from kvfold.utils.errors import SettingError, renamed
 
-SHARE = 0.5  # of free memory, where kv_bytes is not given
+SHARE = 0.5  # of free memory for the pool, if `kv_bytes` is not set
 
 
 def build_runner(
@@ -53,15 +53,18 @@ def build_runner(
     tokenizer: Any = None,
     maps: Sidecar | None = None,
 ) -> ModelRunner:
-    """Fold and rotate a copy of `model`, which shares its weights, as `config` asks, and give it a
-    pool. `model` stays as it was.
+    """Build a runner with a pool as `config` says. It uses a copy of `model`, which shares its
+    weights, is folded if it was not, and rotated for quantisation. `model` itself does not change,
+    unless `owned`.
 
-    num_slots: most sequences at once; max_tokens: longest sequence; owned: nobody else needs
-    `model`, which saves the memory of the copy's attentions; policy: one to evict by instead of the
-    one that `config` names; tokenizer: for policies that read a context again; maps: beside the
-    weights of a model of any type. Raises ValueError
-    for settings that contradict each other or the model, and for a pool that cannot hold a page of
-    each group.
+    num_slots: most sequences at once. max_tokens: longest sequence.
+    owned: nobody else needs `model`, so the copy is not made.
+    policy: eviction policy, instead of the one named in `config`.
+    tokenizer: for policies with a re-scoring pass.
+    maps: sidecar maps, for a model of any type.
+
+    Raises ValueError for settings that contradict each other or the model, and for a pool that
+    cannot hold one page of each group.
     """
     if maps is not None or not has_family(model.config):
         return _with_maps(model, maps, config, num_slots, max_tokens, owned)
@@ -72,21 +75,21 @@ def build_runner(
         )
     if policy is None and config.evict is not None:
         policy = policies.get(config.evict)
-    found = spec_of(model)
-    check_served(model.config, found, policy, config)
+    compressed = spec_of(model)
+    check_served(model.config, compressed, policy, config)
     check_scores(model, policy)
     check_weights(model, family_of(model.config))
     use_triton(model.device.type)
     limits = CacheParams(keep_tokens=config.keep_tokens, max_cache_tokens=config.max_cache_tokens)
     itemsize, device = model.dtype.itemsize, model.device.type
-    layout = layout_of(model.config, found, config, policy, itemsize, device)
-    spec, turn = layout.spec, _turns(found, config)
+    layout = layout_of(model.config, compressed, config, policy, itemsize, device)
+    spec, rotates = layout.spec, _rotates(compressed, config)
     windows = attention_windows(model.config)
     pool = _pool(layout, config, windows, num_slots, max_tokens, model.device)
     served = model if owned else shared_copy(model)
-    if found is None:
-        fold_plain(served, spec, measured_means(model) if turn else None)
-    elif turn:
+    if compressed is None:
+        fold_plain(served, spec, measured_means(model) if rotates else None)
+    elif rotates:
         rotate_model(served, spec, config.bits, format_of(config.format))
     twin = _twin(served, policy)
     merge_products(served, family_of(served.config))
@@ -110,7 +113,7 @@ def _with_maps(
     max_tokens: int,
     owned: bool,
 ) -> ModelRunner:
-    """A runner of a model of any type, by maps beside its weights (None: that drop nothing)."""
+    """A runner of a model of any type with sidecar maps (None: maps that drop nothing)."""
     check_beside_maps(config)
     if is_offloaded(model):
         raise SettingError(
@@ -127,17 +130,17 @@ def _with_maps(
     layout = _paged(spec, config, tracked, model.dtype.itemsize, model.device.type, config.page)
     pool = _pool(layout, config, windows, num_slots, max_tokens, model.device)
     served = model if owned else shared_copy(model)
-    turns = format_of(config.format) if _turns(maps.spec, config) else None
-    seen = install(served, layers, maps, spec, config.bits, turns)
-    own = [replace(x, module=served.get_submodule(x.name)) for x in layers]
-    return ModelRunner(served, pool, family=attention_family(own), layers=seen)
+    rotated_format = format_of(config.format) if _rotates(maps.spec, config) else None
+    maps_of_layers = install(served, layers, maps, spec, config.bits, rotated_format)
+    served_layers = [replace(x, module=served.get_submodule(x.name)) for x in layers]
+    return ModelRunner(served, pool, family=seam_family(served_layers), layers=maps_of_layers)
 
 
 def check_beside_maps(config: CacheConfig) -> None:
-    """Raises SettingError for a cache that maps beside the weights do not fill."""
+    """Raises SettingError for cache settings that sidecar maps do not support."""
     if config.evict is not None or config.format != CacheConfig().format or config.repair:
         raise SettingError(
-            f"`maps`: with maps beside the weights nothing is evicted, and numbers are packed as"
+            f"`maps`: sidecar maps support no eviction, and only the format"
             f" {CacheConfig().format!r}: leave `evict`, `repair` and `format` out"
         )
 
@@ -150,7 +153,8 @@ def _pool(
     max_tokens: int,
     device: torch.device,
 ) -> SharingPool:
-    """Pages of the size that is asked for, or of all slots at full length. windows: of layers."""
+    """A pool of the size in `config`, or for all slots at full length. windows: sliding window of
+    each layer."""
     size = config.kv_bytes or default_bytes(layout, num_slots, max_tokens, device)
     lengths = {"num_slots": num_slots, "max_tokens": max_tokens}
     with renamed(num_bytes="kv_bytes"), _blamed(config):
@@ -160,7 +164,8 @@ def _pool(
 
 
 def _twin(served: Any, policy: Policy | None) -> Any:
-    """Another copy where gradients are asked for, which merged and compiled products have not."""
+    """A second copy of the model for policies that need gradients, which merged and compiled
+    operations do not compute."""
     scorer = as_rescoring(policy)
     if scorer is None or not scorer.gradient_weighted:
         return None
@@ -171,16 +176,17 @@ def _twin(served: Any, policy: Policy | None) -> Any:
 
 @contextmanager
 def _blamed(config: CacheConfig) -> Iterator[None]:
-    """An error of a pool's size where nobody gave one is of what its rows are to take."""
+    """Raise an error about the pool's size that names `page` or `residual`, if these are the
+    cause."""
     try:
         yield
     except SettingError as error:
-        given = {"page": config.page, "residual": config.residual}
-        names = " and ".join(f"`{name}={x}`" for name, x in given.items() if x is not None)
+        settings = {"page": config.page, "residual": config.residual}
+        names = " and ".join(f"`{name}={x}`" for name, x in settings.items() if x is not None)
         if config.kv_bytes is not None or not names:
             raise
         raise SettingError(
-            f"{names}: pages of so many rows take more than half of the free memory; take fewer,"
+            f"{names}: pages of so many tokens take more than half of the free memory; use fewer,"
             " or set `kv_bytes`"
         ) from error
 
@@ -188,15 +194,17 @@ def _blamed(config: CacheConfig) -> Iterator[None]:
 def check_served(
     config: Any, spec: CacheSpec | None, policy: Policy | None, cache: CacheConfig
 ) -> None:
-    """Raises ValueError where a model of this transformers config, compressed to `spec` if it is,
-    cannot run on such a cache."""
+    """Raises ValueError if the engine cannot serve a model with such a cache.
+
+    config: the model's transformers config. spec: of the compressed model, else None.
+    """
     if config._attn_implementation == PAGED:
-        raise ValueError("this model is an engine's for good (owned=True): load it once more")
+        raise ValueError("this model belongs to an engine already (owned=True): load it again")
     kind = rope_type(config)
     if kind in LONG_ROPE:
         raise ValueError(
-            f"rope_type {kind!r} gives a sequence other tables once it, or one beside it, is long; "
-            "the engine does not serve it: use transformers' generate"
+            f"rope_type {kind!r} changes the RoPE tables of a sequence when it, or another one in "
+            "its batch, is long; the engine does not support it: use transformers' generate"
         )
     windowed = any(attention_windows(config))
     if windowed and cache.packs_pages:
@@ -217,7 +225,7 @@ def check_served(
 
 
 def check_scores(model: Any, policy: Policy | None) -> None:
-    """Raises SettingError for a policy that reads scores which the model has not learned."""
+    """Raises SettingError for a policy that needs learned scores if the model has none."""
     if policy is not None and "learned" in policy.scorer.needs and not has_scores(model):
         raise SettingError(
             f"`evict={policy.name!r}`: this model has no learned scores; compress it with "
@@ -226,17 +234,18 @@ def check_scores(model: Any, policy: Policy | None) -> None:
 
 
 def has_scores(model: Any) -> bool:
-    """Whether a model has learned what rows are worth."""
+    """Whether a model has learned eviction scores."""
     attentions = family_of(model.config).attentions(model)
     return all(getattr(x, "score_map", None) is not None for x in attentions)
 
 
 def _check_hybrid(config: Any, spec: CacheSpec, policy: Policy | None, cache: CacheConfig) -> None:
-    """The same for what rows of two widths do not go with."""
+    """Raises SettingError for settings that a model with mixed ranks (`hybrid`) does not
+    support."""
     what = "this model's rows have two widths (`hybrid`)"
     if policy is not None:
         raise SettingError(
-            f"`evict={policy.name!r}`: {what}, of which eviction would know one: leave `evict` out,"
+            f"`evict={policy.name!r}`: {what}, and eviction supports only one: leave `evict` out,"
             " or compress the model without `hybrid`"
         )
     if cache.packs_pages:
@@ -244,32 +253,35 @@ def _check_hybrid(config: Any, spec: CacheSpec, policy: Policy | None, cache: Ca
             f"`format={cache.format!r}`, `residual={cache.residual}`: {what}, and tokens that are "
             "packed together cannot move: leave both out"
         )
-    if _turns(spec, cache):
+    if _rotates(spec, cache):
         raise SettingError(
-            f"`bits={cache.bits}`: {what}, the narrow one by the first numbers, which turning would"
-            " mix with the others: set `rotate=False`"
+            f"`bits={cache.bits}`: {what}, the low-rank one of the leading numbers, which rotation"
+            " would mix with the others: set `rotate=False`"
         )
     if any(attention_windows(config)) or spec.geometry.softcap is not None:
         raise SettingError(
-            f"{what}, which no attention with a sliding window or capped scores reads: compress "
-            "the model without `hybrid`"
+            f"{what}, which attention with a sliding window or capped scores does not support: "
+            "compress the model without `hybrid`"
         )
 
 
 def layout_of(
     config: Any,
-    found: CacheSpec | None,
+    compressed: CacheSpec | None,
     cache: CacheConfig,
     policy: Policy | None,
     itemsize: int,
     device: str = "cpu",
 ) -> CacheLayout:
-    """How an engine stores a model of this transformers config that was compressed to `found`, or
-    was not, in numbers of `itemsize` bytes. Pages are of the configured size, else of that which
-    the policy was published with, or which is fastest on a device of this type."""
-    spec = found or plain_spec(family_of(config).geometry(config))
-    if found is None and _turns(found, cache):
-        spec = with_full_rank_latents(spec)
+    """The cache layout with which an engine stores a model.
+
+    config: the model's transformers config. compressed: its spec if it is compressed. itemsize:
+        bytes of an unquantised number. Pages have the configured size, else the policy's published
+        size, else the size that is fastest on this type of device.
+    """
+    spec = compressed or plain_spec(family_of(config).geometry(config))
+    if compressed is None and _rotates(compressed, cache):
+        spec = turned(spec)
     tracked = [bool(policy or spec.hybrid or window) for window in attention_windows(config)]
     page = cache.page or (policy.page if policy else None) or format_of(cache.format).rows
     return _paged(spec, cache, tracked, itemsize, device, page)
@@ -283,8 +295,8 @@ def _paged(
     device: str,
     page: int | None,
 ) -> CacheLayout:
-    """Pages of so many rows (None: those that are fastest on a device of this type). tracked:
-    whether rows of each layer carry positions and metrics."""
+    """A layout with `page` entries per page (None: fastest on this type of device). tracked:
+    whether each layer's entries carry positions and metrics."""
 
     def paged(page: int) -> CacheLayout:
         return cache_layout(
@@ -304,22 +316,22 @@ def _paged(
     return paged(page or PAGE)
 
 
-def _turns(found: CacheSpec | None, cache: CacheConfig) -> bool:
-    """Whether numbers are turned before they are packed."""
-    quantized = (cache.bits or 16) < 16 or bool(found and found.planned)
-    return cache.rotate and format_of(cache.format).wants_rotation and quantized
+def _rotates(compressed: CacheSpec | None, cache: CacheConfig) -> bool:
+    """Whether entries are rotated before they are quantised."""
+    quantized = (cache.bits or 16) < 16 or bool(compressed and compressed.planned)
+    return cache.rotate and format_of(cache.format).rotates and quantized
 
 
 def default_bytes(
     layout: CacheLayout, num_slots: int, max_tokens: int, device: torch.device
 ) -> int:
-    """Bytes for all slots at full length, or SHARE of the free memory if that is less."""
+    """Bytes for all slots at full length, but at most SHARE of the free memory."""
     wanted = layout.bytes_for(num_slots, max_tokens)
     return max(min(wanted, int(free_bytes(device) * SHARE)), 1)
 
 
 def free_bytes(device: torch.device) -> int:
-    """Of the memory that a device computes in."""
+    """Bytes of free memory on a device."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,12 +1,12 @@
-"""A model's elementwise work in few launches: pieces of its layers compiled, for an engine's steps.
+"""Compile a model's elementwise operations with torch.compile, to launch fewer kernels per step.
 
-In plain PyTorch a norm is eight launches, RoPE five, silu(gate) * up two. torch.compile makes one
-of each; products stay with cuBLAS, attention with our kernels. The pieces are what lies between:
-those of `models.pointwise`, and what leads from one layer's attention to the next one's, where a
-layer leaves its last sum to the norm behind it, which takes one launch then; of families whose
-layers are not known so well, modules that transformers wrote, all of a class by one function. Of a
-model with maps beside its weights whole layers are compiled, in which attention is one operation.
-They are put into a runner's model once.
+In plain PyTorch a norm takes eight launches, RoPE five, silu(gate) * up two; compiled, each takes
+one. Matrix products stay with cuBLAS, attention with our kernels. Compiled are the functions of
+`models.pieces` and everything between the attentions of two layers, where a layer passes its last
+residual sum to the next norm. In families without a known layer structure, transformers' own
+modules are compiled, each class once. In a model with sidecar maps whole layers are compiled, with
+attention as one custom operation.
+
 KVFOLD_COMPILE: `auto` (on CUDA devices) or `off`. Shapes: N tokens of a step, D model width.
 """
 
@@ -25,23 +25,24 @@ from kvfold.models.adapter import Family, Residual, decoder_of
 from kvfold.models.merged import GatedMLP
 from kvfold.models.pointwise import PointwiseOps
 
-TOKENS = 127  # of the step that is compiled for; a prime, so that no width of a model equals it
-RECOMPILES = 64  # of one function: widths, types of numbers, and one token apart from more
+TOKENS = 127  # of the step to compile with; a prime, so that no other dimension has this size
+RECOMPILES = 64  # most variants of one function: widths, dtypes, and one or several tokens
 
 Forward = Callable[[Tensor, Tensor, AttentionContext], Tensor]
-Swap = tuple[nn.Module, str, Any]  # an attribute of a module
+Swap = tuple[nn.Module, str, Any]  # module, attribute, its new value
 
 
 def wanted(device_type: str) -> bool:
-    """Whether pieces are compiled for this type of device. Raises ValueError."""
-    found = os.environ.get("KVFOLD_COMPILE", "auto")
-    if found not in ("auto", "off"):
-        raise ValueError(f"KVFOLD_COMPILE must be auto or off; got {found!r}")
-    return found == "auto" and device_type == "cuda"
+    """Whether to compile for this type of device. Raises ValueError."""
+    setting = os.environ.get("KVFOLD_COMPILE", "auto")
+    if setting not in ("auto", "off"):
+        raise ValueError(f"KVFOLD_COMPILE must be auto or off; got {setting!r}")
+    return setting == "auto" and device_type == "cuda"
 
 
 class Compiled:
-    """Stand-ins for parts of a model, once installed. backend: of torch.compile."""
+    """Compiled replacements for parts of a model. `install` puts them in. backend: of
+    torch.compile."""
 
     def __init__(self, model: Any, family: type[Family], backend: str = "inductor") -> None:
         if issubclass(family, AttentionFamily):
@@ -53,19 +54,21 @@ class Compiled:
         self.swaps += (_layers if whole else _modules)(model, family, backend)
 
     def install(self) -> None:
-        """From here on the model computes the same, but for rounding."""
+        """Put the compiled functions into the model. Its outputs change by rounding only."""
         for module, name, value in self.swaps:
             vars(module)[name] = value
 
     def remove(self) -> None:
-        """The model as it was."""
+        """Restore the model."""
         for module, name, _ in self.swaps:
             vars(module).pop(name, None)
 
     @torch.inference_mode()
     def warm_up(self, forward: Forward, device: torch.device) -> None:
-        """Install, and compile all that steps need: forward, given tokens, positions int64 [N] and
-        a context, runs the model. Where that fails, warn and do without."""
+        """Install, and compile everything that steps need. If that fails, warn and run without.
+
+        forward: runs the model on tokens, positions int64 [N] and a context.
+        """
         self.install()
         try:
             with torch._dynamo.config.patch(cache_size_limit=RECOMPILES):
@@ -83,12 +86,12 @@ class Compiled:
 
 
 def _is_replaced(module: nn.Module) -> bool:
-    """Whether a part has a forward of its own: someone's, as with transformers' other devices."""
+    """Whether a module's `forward` was replaced, for instance by accelerate."""
     return any("forward" in vars(x) for x in module.modules())
 
 
 def _layers(model: Any, family: type[Family], backend: str) -> list[Swap]:
-    """Layers that pass on what is yet to be added, and a last norm that adds it."""
+    """Compiled layers that pass on their last residual sum, and a last norm that adds it."""
     assert family.finish is not None
     enter, finish = _piece(_enter, backend), _piece(family.finish, backend)
     norm = model.base_model.norm
@@ -110,13 +113,13 @@ def _layer(
 ) -> Residual:
     x, normed = enter(layer.input_layernorm, *_pair(hidden_states))
     out, _ = layer.self_attn(hidden_states=normed, **extra)
-    found: Residual = finish(layer, x, out)
-    return found
+    residual: Residual = finish(layer, x, out)
+    return residual
 
 
 def _last(norm: Any, enter: Callable[..., Any], hidden_states: Tensor | Residual) -> Tensor:
-    found: Tensor = enter(norm, *_pair(hidden_states))[1]
-    return found
+    normed: Tensor = enter(norm, *_pair(hidden_states))[1]
+    return normed
 
 
 def _pair(x: Tensor | Residual) -> tuple[Tensor, Tensor | None]:
@@ -124,13 +127,13 @@ def _pair(x: Tensor | Residual) -> tuple[Tensor, Tensor | None]:
 
 
 def _enter(norm: Any, x: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Hidden states [1, N, D] with what is added to them, and their norm."""
+    """Hidden states [1, N, D] plus the pending residual, and their norm."""
     x = x if more is None else x + more
     return x, type(norm).forward(norm, x)
 
 
 def _whole_layers(model: Any, family: type[Family], backend: str) -> list[Swap]:
-    """Layers of any model as they are, but for attention, and norms behind the last."""
+    """Compile a model's layers as they are, without attention, and the norms after the last one."""
     decoder, layers = decoder_of(model), list(family.layers(model))
     if _is_replaced(decoder):
         return []
@@ -139,15 +142,15 @@ def _whole_layers(model: Any, family: type[Family], backend: str) -> list[Swap]:
 
 
 def _modules(model: Any, family: type[Family], backend: str) -> list[Swap]:
-    """Norms and MLPs, each by itself."""
+    """Compile norms and MLPs, each on its own."""
     attentions = set(family.attentions(model))
     inner = {type(x) for y in family.layers(model) for x in y.children() if x not in attentions}
     return _by_class([x for x in model.modules() if type(x) in inner], backend)
 
 
 def _by_class(modules: Sequence[nn.Module], backend: str) -> list[Swap]:
-    """Those of them that transformers or this project wrote."""
-    kinds = {type(x) for x in modules}  # PyTorch's own are one launch
+    """Compile the modules that transformers or kvfold wrote, each class once."""
+    kinds = {type(x) for x in modules}  # PyTorch's own modules are one launch already
     known = [x for x in kinds if x is GatedMLP or x.__module__.startswith("transformers.")]
     forwards = {kind: _piece(kind.forward, backend) for kind in known}
     return [
@@ -158,26 +161,29 @@ def _by_class(modules: Sequence[nn.Module], backend: str) -> list[Swap]:
 
 
 class _DryContext(AttentionContext):
-    """Attention without a pool: nothing is stored, and all outputs are 0."""
+    """An attention context without a pool, for compilation: stores nothing, and all outputs are
+    0."""
 
     def attend(self, layer: LayerAttention, q: Tensor, rows: Tensor) -> Tensor:
         return layer.merge_heads(q.new_zeros(*q.shape[:3], layer.value_columns.widest))
 
 
 def _piece(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    """Compiled once for one token and once for any other number of them, dim 1 of all tensors."""
+    """Compile a function twice: for one token, and for any other number of tokens (dim 1 of all
+    tensors)."""
     return partial(_call, torch.compile(function, backend=backend))
 
 
 def _call(function: Callable[..., Any], *args: Any, **more: Any) -> Any:
-    # Of what is a parameter, torch.compile makes every size a constant.
+    # torch.compile treats every size of an nn.Parameter as a constant.
     args = tuple(x.detach() if isinstance(x, nn.Parameter) else x for x in args)
     _mark((*args, *more.values()))
     return function(*args, **more)
 
 
 def _mark(x: Any) -> None:
-    """Keep TOKENS out of the code; all other sizes stay in it until they are found to differ."""
+    """Mark dims of size TOKENS as dynamic. Other sizes stay constants until a call has another
+    one."""
     if isinstance(x, tuple):
         for item in x:
             _mark(item)

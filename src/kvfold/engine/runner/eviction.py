@@ -1,7 +1,6 @@
-"""Rows that go, and the pages that come free: sequences brought to their budgets, and what slid
-out of its layer's window.
+"""Evict cache entries: compress sequences to their budgets, and drop what left a sliding window.
 
-Shapes: B sequences, G groups of all layers, T rows of the longest, P rows a page.
+Shapes: B sequences, G groups of all layers, T entries of the longest sequence, P entries per page.
 """
 
 from collections.abc import Iterator
@@ -26,13 +25,16 @@ from kvfold.ops.common.launch import upload
 from kvfold.ops.store import move, read_tracked
 
 T = TypeVar("T")
-ROWS = 10_000_000  # of all groups that are compressed at once, with some 40 B each of temporaries
+ROWS = 10_000_000  # most entries of all groups compressed at once; temporaries take 40 B for each
 
 
 @dataclass(frozen=True)
 class Held:
-    """A sequence to compress: its slot, the tokens it computed, what it may keep, and how many of
-    its last tokens stay whatever the policy says (None: as that says)."""
+    """A sequence to compress.
+
+    computed: number of tokens it has computed. protected: number of last tokens that are never
+        evicted (None: as the policy says).
+    """
 
     slot: int
     computed: int
@@ -40,15 +42,20 @@ class Held:
     protected: int | None
 
     def recent(self, policy: Policy, page: int, num_groups: int) -> int:
-        """Last tokens that are never evicted."""
+        """Number of last tokens that are never evicted."""
         if self.protected is not None:
             policy = replace(policy, recent=self.protected, recent_share=0.0)
         return policy.protected_recent(self.budget.limit // num_groups * page)
 
 
 class Eviction:
-    """policy: None evicts nothing but what slides; cache: budget of requests that set none of their
-    own; sliding: groups of a layer with a window, and the window; repair: of rows that stay."""
+    """Evicts cache entries by a policy.
+
+    policy: None: nothing is evicted but what left a sliding window.
+    cache: budget of requests that set none.
+    sliding: groups of each layer with a sliding window, and its size.
+    repair: fits the remaining entries.
+    """
 
     def __init__(
         self,
@@ -71,8 +78,8 @@ class Eviction:
 
     def budget(self, request: Request) -> Budget | None:
         """The most that a request may keep; None: everything."""
-        own = request.cache
-        limits = own if own.max_cache_tokens or own.keep_tokens else self.cache
+        own_budget = request.cache
+        limits = own_budget if own_budget.max_cache_tokens or own_budget.keep_tokens else self.cache
         page, groups = self.pool.layout.page, len(self.pool.layout.groups)
         if self.policy is None:
             return None
@@ -84,17 +91,17 @@ class Eviction:
         return None
 
     def evicts(self, request: Request) -> bool:
-        """Whether rows of a request may go: then what they are worth is observed. Without a policy
-        nothing is, or others say what."""
+        """Whether entries of a request may be evicted, so that attention to them must be observed.
+        True without a policy, as something else decides then."""
         if self.policy is None:
             return True
-        own = request.cache
-        limits = own if own.max_cache_tokens or own.keep_tokens else self.cache
+        own_budget = request.cache
+        limits = own_budget if own_budget.max_cache_tokens or own_budget.keep_tokens else self.cache
         keep = limits.keep_tokens
         return bool(limits.max_cache_tokens) or (keep is not None and keep < 1)
 
     def is_over(self, request: Request) -> bool:
-        """Whether a request has more pages than it may keep."""
+        """Whether a request holds more pages than its budget."""
         budget = self.budget(request)
         if budget is None:
             return False
@@ -102,7 +109,7 @@ class Eviction:
         return int((-(-lengths // self.pool.layout.page)).sum()) > budget.limit
 
     def compress(self, requests: list[Request]) -> None:
-        """Evict to each one's budget and give the pages back to the pool."""
+        """Evict entries of requests down to their budgets, and free the pages."""
         work = [
             Held(x.open_slot, x.num_computed, budget, x.cache.protected)
             for x in requests
@@ -112,7 +119,8 @@ class Eviction:
             self.pool.truncate([x.slot for x in chunk], self._evict(chunk))
 
     def _evict(self, chunk: list[Held]) -> Tensor:
-        """Move what is kept together; rows kept, int32 [B, G]."""
+        """Evict entries and close the holes. Returns the number of remaining entries, int32 [B,
+        G]."""
         pool, policy = self.pool, self.policy
         assert policy is not None
         page, groups = pool.layout.page, len(self.page_units)
@@ -129,13 +137,13 @@ class Eviction:
         )
         fitted: list[Fitted] = []
         if self.repair is not None:
-            for x, own in zip(chunk, evicted, strict=True):
+            for x, evicted_of in zip(chunk, evicted, strict=True):
                 size = int(pool.host_lengths[x.slot].max())
-                fitted += self.repair.fit(x.slot, x.computed, own[:, :size])
+                fitted += self.repair.fit(x.slot, x.computed, evicted_of[:, :size])
         return self.close_holes(slots, evicted, fitted)
 
     def _view(self, chunk: list[Held], policy: Policy) -> EntriesView:
-        """The rows of sequences, for the policy to score."""
+        """The entries of sequences, for the policy to score."""
         slots = [x.slot for x in chunk]
         metrics, positions, valid = self.tracked(*slots)
         lengths, computed = self.pool.host_lengths[slots], [x.computed for x in chunk]
@@ -156,7 +164,7 @@ class Eviction:
         )
 
     def tracked(self, *slots: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Metrics, positions and validity of sequences' rows in all groups, [B, G, T]."""
+        """Metrics, positions and validity of the entries of sequences in all groups, [B, G, T]."""
         if self.attention.observer is not None:
             self.attention.observer.flush()
         index = upload(np.array(slots), self.device)
@@ -168,13 +176,13 @@ class Eviction:
         return metrics, positions, valid
 
     def _tracked_in(self, slots: Tensor, where: slice, size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The same of the groups `where` of slots [B]: [B, g, T]."""
+        """The same in the groups `where` of slots [B]: [B, g, T]."""
         pages = self.pool.pages(where)
         return read_tracked(pages, slots, pages.lengths[slots], size)
 
     def slide(self, slot: int, position: int) -> None:
-        """Free the pages of rows that no query from `position` on sees. Rows go P at a time, so
-        that a layer is compacted once in P tokens at most."""
+        """Free the pages that no query from `position` on attends to. P entries are dropped at a
+        time, so that a layer is compacted at most once in P tokens."""
         pool, page = self.pool, self.pool.layout.page
         lengths = pool.host_lengths[slot]
         cuts = []
@@ -192,24 +200,27 @@ class Eviction:
         pool.truncate(slot, self.close_holes(index, evicted))
 
     def close_holes(self, slots: Tensor, evicted: Tensor, fitted: Many[Fitted] = ()) -> Tensor:
-        """Close the holes of the sequences slots [B]: evicted bool [B, G, T]; rows kept [B, G].
-        fitted: rows that change first. None does before all moves are known: what fails until then
-        has changed nothing."""
+        """Move the remaining entries of slots [B] together. Returns their numbers [B, G].
+
+        evicted: bool [B, G, T]. fitted: entries to overwrite first. Nothing changes before all
+            moves are planned, so a failure until then changes nothing.
+        """
         pool, lengths = self.pool, self.pool.lengths[slots]
-        found = [compaction(evicted[:, where], lengths[:, where]) for where in self.spans]
+        plans = [compaction(evicted[:, where], lengths[:, where]) for where in self.spans]
         for x in fitted:
             x.write(self.attention.view)
-        for where, ((sequence, *rows), _) in zip(self.spans, found, strict=True):
+        for where, ((sequence, *rows), _) in zip(self.spans, plans, strict=True):
             move(pool.pages(where), slots[sequence], *rows)
-        return torch.cat([kept for _, kept in found], 1)
+        return torch.cat([num_kept for _, num_kept in plans], 1)
 
 
 def chunks(work: list[T], rows: Ints) -> Iterator[list[T]]:
-    """Sequences of rows [B, G] to work on at once: at most ROWS rows, padding included, or one."""
+    """Split sequences with rows [B, G] entries into batches of at most ROWS entries, padding
+    included, or of one sequence."""
     chunk: list[T] = []
     widest = 0
-    for item, own in zip(work, rows, strict=True):
-        size = int(own.max()) * len(own)
+    for item, num_entries in zip(work, rows, strict=True):
+        size = int(num_entries.max()) * len(num_entries)
         widest = max(widest, size)
         if chunk and widest * (len(chunk) + 1) > ROWS:
             yield chunk

@@ -1,9 +1,10 @@
-"""Batches to the metadata of attention: which tokens attend together.
+"""Build the attention metadata of a batch: which tokens attend in one call.
 
-All decoding sequences do. Prefill chunks are cut where observation of their queries begins, since
-that takes more; on a GPU, whose launches would else wait for the host, those of like lengths then
-go together, padded, and elsewhere one by one. Shapes: N tokens of a batch; B pieces of chunks that
-go together, T tokens of the longest.
+Decodes form one call. A prefill chunk is split where its queries start to count for eviction
+scores. On a GPU, chunks of similar length form one call with padding, to save launches; elsewhere
+each is a call of its own.
+
+Shapes: N tokens of a batch; B chunk parts of a call, T tokens of the longest.
 """
 
 from collections.abc import Callable
@@ -20,38 +21,43 @@ from kvfold.ops.common.launch import upload
 
 Evicts = Callable[[Request], bool]
 
-TOGETHER = frozenset({"cuda"})  # types of devices
-ROWS = 2**15  # rows that pieces which go together read at most, padding included
+BATCHED_DEVICES = frozenset({"cuda"})  # device types on which prefill chunks form one call
+ROWS = 2**15  # most cache entries that such a call reads, padding included
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """`count` tokens of a chunk, from token `begin` of the batch on. stop: the position behind
-    all that are stored, the chunk's; observed: whether their queries add to metrics."""
+class _ChunkPart:
+    """Part of a prefill chunk: `count` tokens from token `begin` of the batch on.
+
+    end_position: one past the chunk's last position. observed: whether its queries count for
+        eviction scores.
+    """
 
     chunk: ScheduledChunk
     begin: int
     count: int
-    stop: int
+    end_position: int
     observed: bool
 
 
 def decodes(batch: Batch) -> tuple[ScheduledChunk, ...]:
-    """The chunks that come first and are one new token of a decoding request."""
+    """The leading chunks that are single-token decodes."""
     return tuple(takewhile(lambda x: x.is_decode and len(x.tokens) == 1, batch.chunks))
 
 
 def metadata_of(
     view: PoolView, batch: Batch, positions: Tensor, evicts: Evicts = lambda request: True
 ) -> list[AttentionMetadata]:
-    """Parts of the tokens at `positions` int64 [N], each of which is in one. evicts: whether a
-    request's rows may go; queries of others are not observed where none of those decode beside
-    them."""
-    parts, singles = [], decodes(batch)
+    """One AttentionMetadata per attention call. Each token of the batch is in exactly one.
+
+    positions: int64 [N]. evicts: whether entries of a request may be evicted; if no decoding
+        request is evicted, the queries of decodes are not observed.
+    """
+    calls, singles = [], decodes(batch)
     if singles:
         observed = view.observes_decodes and any(evicts(x.request) for x in singles)
-        parts.append(
-            AttentionMetadata.for_step(
+        calls.append(
+            AttentionMetadata.of_step(
                 view,
                 [chunk.request.open_slot for chunk in singles],
                 positions[: len(singles)],
@@ -61,30 +67,32 @@ def metadata_of(
                 decode=True,
             )
         )
-    pieces = _pieces(view, batch, len(singles), evicts)
-    return parts + [_part(view, some, positions) for some in _together(view, pieces)]
+    parts = _chunk_parts(view, batch, len(singles), evicts)
+    return calls + [_metadata(view, call, positions) for call in _calls(view, parts)]
 
 
 def _prompts(chunks: tuple[ScheduledChunk, ...]) -> list[int]:
     return [chunk.request.num_prefill for chunk in chunks]
 
 
-def _pieces(view: PoolView, batch: Batch, num_decode: int, evicts: Evicts) -> list[_Piece]:
-    """Of all chunks but the first, which decode."""
-    found, begin = [], num_decode
+def _chunk_parts(view: PoolView, batch: Batch, num_decode: int, evicts: Evicts) -> list[_ChunkPart]:
+    """Parts of the prefill chunks."""
+    parts, begin = [], num_decode
     for chunk in batch.chunks[num_decode:]:
         count = len(chunk.tokens)
-        plain = _unobserved(view, chunk) if evicts(chunk.request) else count
-        if plain:
-            found.append(_Piece(chunk, begin, plain, chunk.end, False))
-        if plain < count:
-            found.append(_Piece(chunk, begin + plain, count - plain, chunk.end, True))
+        num_unobserved = _unobserved(view, chunk) if evicts(chunk.request) else count
+        if num_unobserved:
+            parts.append(_ChunkPart(chunk, begin, num_unobserved, chunk.end, False))
+        if num_unobserved < count:
+            parts.append(
+                _ChunkPart(chunk, begin + num_unobserved, count - num_unobserved, chunk.end, True)
+            )
         begin += count
-    return found
+    return parts
 
 
 def _unobserved(view: PoolView, chunk: ScheduledChunk) -> int:
-    """Queries at the beginning of a prefill chunk that add to no metric."""
+    """Number of leading queries of a prefill chunk that count for no eviction score."""
     if view.observing is None:
         return len(chunk.tokens)
     window = view.observing.window
@@ -92,46 +100,46 @@ def _unobserved(view: PoolView, chunk: ScheduledChunk) -> int:
     return min(max(first - chunk.start, 0), len(chunk.tokens))
 
 
-def _together(view: PoolView, pieces: list[_Piece]) -> list[list[_Piece]]:
-    """Pieces that attend in one call: of at least half the length of the longest, and equally long
-    where queries count, which must not do so twice."""
+def _calls(view: PoolView, parts: list[_ChunkPart]) -> list[list[_ChunkPart]]:
+    """Group parts into calls: the lengths differ by a factor of at most two. Observed parts have
+    equal lengths, since padding repeats a query, which must not count twice."""
     scorer = None if view.policy is None else view.policy.scorer
-    if view.device.type not in TOGETHER or isinstance(scorer, Local):
-        return [[piece] for piece in pieces]
-    found: list[list[_Piece]] = []
-    for piece in sorted(pieces, key=lambda x: (x.observed, -x.count, x.stop)):
-        if found and _joins(found[-1], piece):
-            found[-1].append(piece)
+    if view.device.type not in BATCHED_DEVICES or isinstance(scorer, Local):
+        return [[part] for part in parts]
+    calls: list[list[_ChunkPart]] = []
+    for part in sorted(parts, key=lambda x: (x.observed, -x.count, x.end_position)):
+        if calls and _fits_call(calls[-1], part):
+            calls[-1].append(part)
         else:
-            found.append([piece])
-    return found
+            calls.append([part])
+    return calls
 
 
-def _joins(some: list[_Piece], piece: _Piece) -> bool:
-    longest = max(x.stop for x in (*some, piece))
-    least = some[0].count if piece.observed else some[0].count / 2
-    alike = piece.observed == some[0].observed and piece.count >= least
-    return alike and (len(some) + 1) * longest <= ROWS
+def _fits_call(call: list[_ChunkPart], part: _ChunkPart) -> bool:
+    longest = max(x.end_position for x in (*call, part))
+    shortest = call[0].count if part.observed else call[0].count / 2
+    is_similar = part.observed == call[0].observed and part.count >= shortest
+    return is_similar and (len(call) + 1) * longest <= ROWS
 
 
-def _part(view: PoolView, some: list[_Piece], positions: Tensor) -> AttentionMetadata:
-    chunks, first = tuple(x.chunk for x in some), some[0]
-    alone = slice(first.begin, first.begin + first.count)
-    tokens = None if len(some) == 1 else upload(_tokens(some), view.device)
-    return AttentionMetadata.for_step(
+def _metadata(view: PoolView, call: list[_ChunkPart], positions: Tensor) -> AttentionMetadata:
+    chunks, first = tuple(x.chunk for x in call), call[0]
+    token_range = slice(first.begin, first.begin + first.count)
+    tokens = None if len(call) == 1 else upload(_padded_tokens(call), view.device)
+    return AttentionMetadata.of_step(
         view,
         [chunk.request.open_slot for chunk in chunks],
-        positions[alone if tokens is None else tokens].flatten(),
-        first_token=first.begin,
-        stop=max(x.stop for x in some),
+        positions[token_range if tokens is None else tokens].flatten(),
+        begin=first.begin,
+        stop=max(x.end_position for x in call),
         prompt_lengths=_prompts(chunks) if first.observed else None,
         tokens=tokens,
     )
 
 
-def _tokens(some: list[_Piece]) -> np.ndarray:
-    """Where their tokens are in the batch, int64 [B, T]; short ones begin with their first one more
-    than once, so that positions ascend and the last are at the end."""
-    begin, count = np.array([(x.begin, x.count) for x in some]).T[..., None]
-    found: np.ndarray = begin + np.maximum(np.arange(-count.max(), 0) + count, 0)
-    return found
+def _padded_tokens(call: list[_ChunkPart]) -> np.ndarray:
+    """Indices of the parts' tokens in the batch, int64 [B, T]. Shorter parts are left-padded by
+    repeating their first token, so that positions ascend."""
+    begin, count = np.array([(x.begin, x.count) for x in call]).T[..., None]
+    indices: np.ndarray = begin + np.maximum(np.arange(-count.max(), 0) + count, 0)
+    return indices

@@ -1,9 +1,11 @@
-"""Rows that stay after an eviction, fitted to queries like those that may come.
+"""Fit the entries that remain after an eviction, so that attention gives similar outputs to queries
+that are likely to come.
 
-Nobody knows later queries, so those of the prompt are made once more, of hidden states that are
-kept of some of its tokens, as if they stood behind all that was read. Shapes: n tokens that are
-kept of a prompt, D width, Hk KV heads, m queries of each, T rows, S the most that stay of a head, R
-numbers of a row, G groups of all layers.
+Later queries are unknown. So hidden states of some prompt tokens are kept, and their queries are
+computed again as if the tokens followed the prompt.
+
+Shapes: n prompt tokens with kept hidden states, D model width, Hk KV heads, m queries per KV head,
+T entries, S most remaining entries of a head, R numbers of an entry, G groups of all layers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,36 +26,38 @@ from kvfold.layout import CacheSpec, Geometry
 from kvfold.ops.store import rewrite
 from kvfold.utils.errors import SettingError
 
-QUERIES = 512  # of a KV head that are matched, at most
-AFTER = 128  # positions behind what was read that they are turned to
-FITTED = 2**26  # queries times rows that stay, of layers that are fitted at once, or of one
+QUERIES = 512  # most queries per KV head that the fit uses
+AFTER = 128  # these queries get the positions 0 .. AFTER - 1 after the prompt
+FITTED = 2**26  # most scores (queries times remaining entries) of layers that are fitted at once
 
 
 def check_repairs(spec: CacheSpec) -> None:
-    """Raises SettingError for rows of which a head cannot change its own."""
-    own = all(len(x.heads) == 1 and x.side != "kv" for y in spec.layers for x in y.latents)
-    if not own or any(layer.keys == "pre_rope" for layer in spec.layers):
+    """Raises SettingError if a head cannot change its entries without changing those of other
+    heads."""
+    is_separate = all(len(x.heads) == 1 and x.side != "kv" for y in spec.layers for x in y.latents)
+    if not is_separate or any(layer.keys == "pre_rope" for layer in spec.layers):
         raise SettingError(
-            "`repair=True`: this model's heads share stored numbers, or their keys are rebuilt "
-            "before RoPE, so that no head can change its own rows: leave `repair` out, or take "
-            "recipe 'fast', 'zack', 'zdc' or 'kvquant-z', or the model as it is"
+            "`repair=True`: this model's heads share stored numbers, or their keys are "
+            "reconstructed before RoPE, so that a head cannot change its entries alone: leave "
+            "`repair` out, or use recipe 'fast', 'zack', 'zdc' or 'kvquant-z', or the "
+            "uncompressed model"
         )
 
 
-def most_kept(geometry: Geometry) -> int:
-    """Tokens of a prompt whose hidden states are kept, at most."""
+def most_selection(geometry: Geometry) -> int:
+    """Most tokens of a prompt whose hidden states are kept."""
     return max(1, QUERIES // geometry.queries_per_kv)
 
 
 def state_bytes(geometry: Geometry, tokens: int, itemsize: int) -> int:
-    """Of the hidden states that are kept of a prompt of so many tokens, beside its pages."""
-    kept = min(most_kept(geometry), tokens)
-    return kept * geometry.num_layers * geometry.hidden_size * itemsize
+    """Bytes of the hidden states kept of a prompt of `tokens` tokens, in addition to its pages."""
+    num_kept = min(most_selection(geometry), tokens)
+    return num_kept * geometry.num_layers * geometry.hidden_size * itemsize
 
 
 @dataclass
 class _Prompt:
-    """Hidden states [n, D], by layer, of the tokens at `positions` of a prompt."""
+    """Hidden states [n, D] of each layer for the tokens at `positions` of a prompt."""
 
     owner: Request
     positions: range
@@ -61,25 +65,26 @@ class _Prompt:
 
     @classmethod
     def of(cls, request: Request, most: int) -> "_Prompt":
-        """Of at most so many tokens of a request that are no packed context's."""
-        start, stop = request.own_start, request.num_prefill
+        """An empty one for at most `most` tokens of a request, without those of a packed
+        context."""
+        start, stop = request.context_length, request.num_prefill
         return cls(request, range(start, stop, -(-(stop - start) // most)))
 
     def before(self, position: int) -> int:
-        """How many of the positions come before another."""
+        """How many of the positions are before `position`."""
         x = self.positions
         return len(range(x.start, min(x.stop, position), x.step))
 
-    def keep(self, layer: int, own: slice, x: Tensor) -> None:
-        """x: hidden states of those `own`."""
+    def keep(self, layer: int, where: slice, x: Tensor) -> None:
+        """Store hidden states x [k, D] of the positions number `where`."""
         if layer not in self.states:
             self.states[layer] = x.new_zeros(len(self.positions), x.shape[-1])
-        self.states[layer][own] = x
+        self.states[layer][where] = x
 
 
 @dataclass(frozen=True, eq=False)
 class _Layer:
-    """What is fitted of one layer: q, k, v, valid, stays and most (S) of `fit_to_attention`."""
+    """The inputs of `fit_to_attention` for one layer: q, k, v, valid, stays, and most (S)."""
 
     index: int
     tensors: tuple[Tensor, ...]
@@ -87,7 +92,7 @@ class _Layer:
 
     @property
     def kind(self) -> tuple[torch.Size, ...]:
-        """Layers of one kind can be fitted at once."""
+        """Layers of the same kind can be fitted together."""
         return tuple(x.shape for x in self.tensors)
 
     @property
@@ -97,8 +102,8 @@ class _Layer:
 
 
 class Fitted(NamedTuple):
-    """Rows [S, R] of a layer for the places int64 [S, Hk] of the sequence slots [S], where keep
-    [S, Hk] says so."""
+    """New entries [S, R] of a layer, to be written to row indices places [S, Hk] of sequence slots
+    [S], if keep [S, Hk] is set."""
 
     layer: int
     rows: Tensor
@@ -112,42 +117,53 @@ class Fitted(NamedTuple):
 
 
 class Repair:
-    """modules: folded attentions of all layers."""
+    """Keeps hidden states of prompts, and fits remaining entries. modules: folded attention modules
+    of all layers."""
 
     def __init__(self, view: PoolView, modules: Sequence[Any]) -> None:
         self.view, self.modules = view, modules
-        self.most = most_kept(view.layout.spec.geometry)
+        self.most = most_selection(view.layout.spec.geometry)
         self.prompts: dict[int, _Prompt] = {}  # by slot
 
-    def watch(self, batch: Batch, evicts: Callable[[Request], bool]) -> LayerHook:
-        """Before a step: a function of each of its layers and the hidden states [1, N, D] of its
-        tokens, which keeps some of a prompt's. evicts: whether rows of a request may go."""
+    def watch(self, batch: Batch, evicts: Callable[[Request], bool]) -> Watch:
+        """Prepare to keep hidden states in a step. Returns a function to call with each layer and
+        its hidden states [1, N, D]. evicts: whether entries of a request may be evicted."""
         self.prompts = {s: x for s, x in self.prompts.items() if x.owner.slot == s}
-        found, begin = [], 0
+        targets, begin = [], 0
         for chunk in batch.chunks:
             if not chunk.is_decode and evicts(chunk.request):
-                found += self._kept(chunk, begin)
+                targets += self._selection(chunk, begin)
             begin += len(chunk.tokens)
-        return partial(_keep, found)
+        return partial(_keep, targets)
 
-    def _kept(self, chunk: ScheduledChunk, begin: int) -> list[tuple[_Prompt, slice, slice]]:
-        """What is kept of a chunk that begins at token `begin` of a step: which states of what
-        prompt, and of which tokens of the step."""
+    def _selection(self, chunk: ScheduledChunk, begin: int) -> list[tuple[_Prompt, slice, slice]]:
+        """What to keep of a chunk that starts at token `begin` of a step: the prompt, the indices
+        of its states, and of the step's tokens."""
         slot = chunk.request.open_slot
-        if chunk.start == chunk.request.own_start:
+        if chunk.start == chunk.request.context_length:
             self.prompts[slot] = _Prompt.of(chunk.request, self.most)
         prompt = self.prompts.get(slot)
         if prompt is None:
             return []
-        own = slice(prompt.before(chunk.start), prompt.before(chunk.end))
-        at = prompt.positions[own]
-        first = begin + at.start - chunk.start
-        return [(prompt, own, slice(first, first + at.stop - at.start, at.step))] if at else []
+        where = slice(prompt.before(chunk.start), prompt.before(chunk.end))
+        positions = prompt.positions[where]
+        first = begin + positions.start - chunk.start
+        return (
+            [
+                (
+                    prompt,
+                    where,
+                    slice(first, first + positions.stop - positions.start, positions.step),
+                )
+            ]
+            if positions
+            else []
+        )
 
     def fit(self, slot: int, computed: int, evicted: Tensor) -> Iterator[Fitted]:
-        """Rows of a sequence of so many tokens, as they are to be in heads which lose some: evicted
-        bool [G, T]. Waits for the device once a layer. Layers alike are fitted together: solving
-        takes as long for many heads as for few."""
+        """Fit the remaining entries of a sequence, in heads that lose some. computed: number of
+        computed tokens; evicted: bool [G, T]. Waits for the device once per layer. Layers of one
+        kind are fitted together, since solving for many heads takes as long as for few."""
         lost, waiting = evicted.any(1).tolist(), list[_Layer]()
         for index, where in enumerate(self.view.layout.layer_groups):
             if not any(lost[where]):
@@ -176,27 +192,29 @@ class Repair:
         softcap = self.view.layout.spec.geometry.softcap
         q, k, v, valid, stays = map(torch.cat, zip(*(x.tensors for x in layers), strict=True))
         most = max(x.most for x in layers)
-        found = fit_to_attention(q, k, v, valid, stays, most, softcap)
-        for layer, *own in zip(layers, *(x.chunk(len(layers)) for x in found), strict=True):
+        fitted = fit_to_attention(q, k, v, valid, stays, most, softcap)
+        for layer, *layer_fit in zip(layers, *(x.chunk(len(layers)) for x in fitted), strict=True):
             *_, valid, stays = layer.tensors
-            yield self._fitted(layer.index, slot, FittedEntries(*own), (valid & ~stays).any(-1))
+            yield self._fitted(
+                layer.index, slot, FittedEntries(*layer_fit), (valid & ~stays).any(-1)
+            )
 
-    def _fitted(self, index: int, slot: int, found: FittedEntries, lost: Tensor) -> Fitted:
-        """lost: bool [Hk], heads of which rows go."""
-        maps: LayerAttention = self.modules[index].description
-        places, inside, k, v = found
+    def _fitted(self, index: int, slot: int, fit: FittedEntries, lost: Tensor) -> Fitted:
+        """Fitted entries as the layer stores them. lost: bool [Hk], heads that lose entries."""
+        maps: LayerMaps = self.modules[index].maps
+        indices, is_kept, k, v = fit
         sides = (maps.key_columns, k), (maps.value_columns, v)
         rows = [x.compact(z.transpose(0, 1)[None])[0].flatten(1) for x, z in sides]
         return Fitted(
             layer=index,
             rows=torch.cat(rows, 1).to(self.view.dtype),
-            slots=torch.full((places.shape[1],), slot, device=places.device),
-            places=places.T,
-            keep=(inside & lost[:, None]).T,
+            slots=torch.full((indices.shape[1],), slot, device=indices.device),
+            places=indices.T,
+            keep=(is_kept & lost[:, None]).T,
         )
 
     def _queries(self, layer: int, slot: int, computed: int) -> Tensor:
-        """Queries fp32 [Hk, m, .] in the space of scores."""
+        """Likely later queries fp32 [Hk, m, .] of a layer."""
         module, prompt = self.modules[layer], self.prompts[slot]
         x = prompt.states[layer][None, : prompt.before(computed)]
         tables = None
@@ -207,6 +225,6 @@ class Repair:
         return q.unflatten(0, (module.geometry.num_kv_heads, -1)).flatten(1, 2)
 
 
-def _keep(found: list[tuple[_Prompt, slice, slice]], layer: LayerAttention, x: Tensor) -> None:
-    for prompt, own, tokens in found:
-        prompt.keep(layer.index, own, x[0, tokens])
+def _keep(targets: list[tuple[_Prompt, slice, slice]], layer: LayerMaps, x: Tensor) -> None:
+    for prompt, where, tokens in targets:
+        prompt.keep(layer.index, where, x[0, tokens])

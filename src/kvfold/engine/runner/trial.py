@@ -1,4 +1,4 @@
-"""Tokens through a runner's cache without a scheduler, and the short trial at an engine's start.
+"""Run tokens through a runner without a scheduler, and check a runner so before the engine starts.
 
 Shapes: B sequences, V tokens of the vocabulary.
 """
@@ -16,24 +16,24 @@ from kvfold.engine.runner.runner import ModelRunner
 from kvfold.models.finite import HEAD, dtype_name, probe_ids, rows_are_finite, watched, way_out
 from kvfold.models.weights import check_finite
 
-STEPS = 2  # decoding ones of a trial
-LENGTHS = {"cuda": (1, 2, 5, 12, 27, 50, 81, 127)}  # of a trial's prompts
-SHORT = (16,)  # the same on other devices, where tokens cost more
+STEPS = 2  # decode steps of the check
+LENGTHS = {"cuda": (1, 2, 5, 12, 27, 50, 81, 127)}  # prompt lengths of the check, by device type
+SHORT = (16,)  # the same on other devices, which are slower
 
 
 def feed(
     runner: ModelRunner, prompts: Sequence[Sequence[int]], rest: Sequence[Sequence[int]]
 ) -> Generator[Tensor, None, None]:
-    """Read a prompt for each of B sequences, then decode the tokens that are given in `rest`, one
-    of each sequence a step. Yields logits [B, V] after the prompts and after each step. The
-    sequences' pages are free again when this ends or is closed.
+    """Prefill a prompt for each of B sequences, then decode the tokens `rest`, one per sequence and
+    step. Yields logits [B, V] after the prompts and after each step. The pages are freed when this
+    ends or is closed.
 
-    Raises PoolFull where the pool has no room.
+    Raises PoolFull if there are too few free pages.
     """
     pool, requests = runner.pool, list[Request]()
     try:
         for number, prompt in enumerate(prompts):
-            request = Request.by_hand(pool.allocate_slot())
+            request = Request.unscheduled(pool.allocate_slot())
             request.id = number
             request.prefill_until(len(prompt))
             requests.append(request)
@@ -48,7 +48,8 @@ def feed(
 def _step(
     runner: ModelRunner, requests: Sequence[Request], tokens: Sequence[Sequence[int]]
 ) -> Tensor:
-    """Append tokens to every sequence, in as many steps as the layout asks for: logits [B, V]."""
+    """Append tokens to each sequence, in as many steps as the layout needs. Returns logits [B,
+    V]."""
     for request, more in zip(requests, tokens, strict=True):
         request.token_ids += more
     logits: dict[int, Tensor] = {}
@@ -61,9 +62,11 @@ def _step(
         runner.pool.extend([x.open_slot for x in waiting], counts)
         chunks = tuple(x.next_chunk(n) for x, n in zip(waiting, counts, strict=True))
         batch = Batch(chunks=chunks)
-        found = runner.run(batch).clone()
-        runner.slide(batch)
-        logits |= {x.request.id: row for x, row in zip(batch.with_logits, found, strict=True)}
+        logits_of_step = runner.run(batch).clone()
+        runner.free_outside_windows(batch)
+        logits |= {
+            x.request.id: row for x, row in zip(batch.with_logits, logits_of_step, strict=True)
+        }
         for request, count in zip(waiting, counts, strict=True):
             request.advance(count)
     return torch.stack([logits[x.id] for x in requests])
@@ -74,9 +77,11 @@ def _most(runner: ModelRunner, request: Request) -> int:
 
 
 def check_start(runner: ModelRunner) -> None:
-    """A few tokens of a few sequences through the cache, before any request comes. Leaves the pool
-    empty. Raises ValueError naming the parameter, or the first part of the model, that is at fault
-    where logits are not finite; asks nothing where the pool has no room for the tokens."""
+    """Run a few tokens of a few sequences before any request comes, and check that logits are
+    finite. Leaves the pool empty. Does nothing if the pool has too few pages.
+
+    Raises ValueError that names the parameter or the first part of the model that is not finite.
+    """
     lengths = _lengths(runner)
     if not lengths:
         return
@@ -86,7 +91,7 @@ def check_start(runner: ModelRunner) -> None:
     rest = [ids[n : n + STEPS] for n in lengths]
     try:
         finite = [rows_are_finite(logits).all() for logits in feed(runner, prompts, rest)]
-    except PoolFull:  # of rows that become narrow
+    except PoolFull:  # for low-rank entries
         return
     finally:
         runner.pool.reset_high_water()
@@ -97,8 +102,8 @@ def check_start(runner: ModelRunner) -> None:
 def not_finite(
     runner: ModelRunner, prompts: Sequence[Sequence[int]], rest: Sequence[Sequence[int]]
 ) -> ValueError:
-    """What is wrong where `feed` of these tokens gives logits that are not finite; runs them again
-    without graphs, up to the step that does. Raises ValueError for weights that are not finite."""
+    """The error for `feed` of these tokens giving logits that are not finite. Runs them again
+    without graphs, up to the first bad step. Raises ValueError for weights that are not finite."""
     check_finite(runner.model)
     graphs, runner.graphs = runner.graphs, None
     try:
@@ -117,15 +122,15 @@ def not_finite(
 
 
 def _lengths(runner: ModelRunner) -> list[int]:
-    """Of a trial's prompts, as many as there is room for."""
-    pool, found = runner.pool, list[int]()
+    """Prompt lengths of the check: as many as fit in the pool."""
+    pool, lengths = runner.pool, list[int]()
     for length in LENGTHS.get(runner.device.type, SHORT)[: pool.num_slots]:
-        longer = [*found, length]
-        tokens = [x + STEPS for x in longer]
+        candidates = [*lengths, length]
+        tokens = [x + STEPS for x in candidates]
         if tokens[-1] > pool.max_tokens:
             break
         none = np.zeros((len(tokens), len(pool.layout.groups)), dtype=np.int64)
         if not pool.has_free_pages(pool.pages_needed(none, tokens)):
             break
-        found = longer
-    return found
+        lengths = candidates
+    return lengths

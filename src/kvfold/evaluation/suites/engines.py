@@ -68,7 +68,7 @@ class ByKVFold:
                 places[opened[-1][0].id] = place
         outputs: dict[int, list[StepOutput]] = {id: [] for id in places}
         ended = len(prompts) - len(opened)
-        with Stream(self.llm.engine).open(opened) as stream:
+        with Stream(self.llm.engine).submit(opened) as stream:
             for output in stream:
                 outputs[output.id].append(output)
                 if output.finish_reason is None:

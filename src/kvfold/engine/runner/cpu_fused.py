@@ -1,9 +1,9 @@
-"""A model's work between products in few calls, for steps of few tokens on CPUs: what
-`engine.compiled` is on GPUs.
+"""Fused CPU kernels for the small operations of steps with few tokens, as `engine.runner.compiled`
+is on GPUs.
 
-A step of a few tokens spends more time in calls of PyTorch's operations than in their work. Norms,
-turned and mapped queries and keys, and the product of logits are taken over by Numba's kernels
-where tokens are few and numbers are fp32; all else, and whole prompts, stay as they are.
+With few tokens, calls of PyTorch operations take longer than their work. So norms, RoPE and
+projections of queries and keys, and the logits are computed by Numba kernels if tokens are few and
+numbers are fp32. Everything else, and prefill, stays in PyTorch.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from kvfold.ops.linear import FEW
 
 
 def install(model: Any, family: type[Family]) -> None:
-    """From here on the model computes the same, but for rounding. It is a runner's own."""
+    """Replace these operations in a runner's model. Its outputs change by rounding only."""
     from kvfold.ops.pointwise import numba
 
     def queries(q: Tensor, tables: Tables | None, up: Tensor | None) -> Tensor:
@@ -48,13 +48,13 @@ def install(model: Any, family: type[Family]) -> None:
 
 
 def few(x: Tensor, weight: Tensor) -> bool:
-    """Whether x [B, T, ..] are few tokens of one batch in fp32, as weights are."""
-    own = x.shape[0] == 1 and x.shape[1] <= FEW
-    return own and x.dtype is weight.dtype is torch.float32
+    """Whether x [B, T, ..] holds few tokens of one batch in fp32, as the weights."""
+    is_few = x.shape[0] == 1 and x.shape[1] <= FEW
+    return is_few and x.dtype is weight.dtype is torch.float32
 
 
 def _is_rms_norm(module: nn.Module) -> bool:
-    """Whether transformers wrote it, for Llama and the families that took it over."""
+    """Whether this is the RMSNorm of Llama in transformers, or a copy of it in another family."""
     ours = type(module).__module__.startswith("transformers.models.")
     return (
         ours and type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
