@@ -74,7 +74,7 @@ class PoolStats:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Span:
+class _PageRange:
     """A range of pages of each page list of `slots` [S]: `count` pages from page number `first` on,
     both [S, K]."""
 
@@ -198,9 +198,10 @@ class Pool:
 
     def has_free_pages(self, pages: Ints) -> bool:
         """Whether `pages` [C] pages are free. May wait for the device, as `can_extend`."""
-        return self._can_pop(pages)
+        return self._ensure_free(pages)
 
-    def _can_pop(self, pages: Ints) -> bool:
+    def _ensure_free(self, pages: Ints) -> bool:
+        """Whether `pages` [C] pages are free, if need be after empty slabs are reclaimed."""
         return self._slabs.can_pop(pages)
 
     def allocate_slot(self) -> int:
@@ -284,7 +285,7 @@ class Pool:
             slabs = slabs.push(self.block_tables.view(-1)[self._cells(span)], span.pages)
         self._commit(index, after, slabs)
 
-    def _freed(self, slots: Ints, after: Ints, before: Ints) -> _Span:
+    def _freed(self, slots: Ints, after: Ints, before: Ints) -> _PageRange:
         """The pages that become free when sequences shrink from `before` to `after` rows [S, G]."""
         return self._span(slots, after, before)
 
@@ -375,7 +376,7 @@ class Pool:
         zero = np.zeros_like(self.host_lengths)
         return self._offsets(self._freed(np.arange(self.num_slots), zero, self.host_lengths))
 
-    def _offsets(self, span: _Span) -> list[Tensor]:
+    def _offsets(self, span: _PageRange) -> list[Tensor]:
         """Offsets of the pages of a range, as the block tables have them, one tensor per class."""
         if not span.pages.any():
             return list(self.block_tables.new_empty(0).split([0] * len(span.pages)))
@@ -386,14 +387,14 @@ class Pool:
         pages = ceil_div(self.layout.num_quantized(lengths), self.layout.page)
         return np.hstack((pages, lengths > 0)) if self.layout.residual else pages
 
-    def _span(self, slots: Ints, low: Ints, high: Ints) -> _Span:
+    def _span(self, slots: Ints, low: Ints, high: Ints) -> _PageRange:
         """The pages that hold rows `low` to `high`, both [S, G]."""
         return self._between(slots, self._num_pages(low), self._num_pages(high))
 
-    def _between(self, slots: Ints, first: Ints, stop: Ints) -> _Span:
+    def _between(self, slots: Ints, first: Ints, stop: Ints) -> _PageRange:
         """Pages number `first` to `stop`, both [S, K], of each page list."""
         count = np.maximum(stop - first, 0)
-        return _Span(slots=slots, first=first, count=count, pages=self._by_size(count.sum(0)))
+        return _PageRange(slots=slots, first=first, count=count, pages=self._by_size(count.sum(0)))
 
     def _by_size(self, pages: Ints) -> Ints:
         """Number of pages per class [C], from the number per page list [K]."""
@@ -406,20 +407,22 @@ class Pool:
         assert len(np.unique(index)) == len(index), f"not different: slots {slots}"
         return index
 
-    def _growth(self, slots: Sequence[int], tokens: Sequence[int] | Ints) -> tuple[_Span, Ints]:
+    def _growth(
+        self, slots: Sequence[int], tokens: Sequence[int] | Ints
+    ) -> tuple[_PageRange, Ints]:
         """The pages to add for `tokens` more rows, and the lengths [S, G] after that."""
         index, more = self._opened(slots), np.array(tokens, dtype=np.int64)
         assert len(index) == len(more) and (more >= 0).all(), f"slots {slots}, tokens {tokens}"
         after = self.host_lengths[index] + (more if more.ndim > 1 else more[:, None])
         return self._span(index, self.host_lengths[index], after), after
 
-    def _shortage(self, span: _Span, lengths: Ints) -> str | None:
+    def _shortage(self, span: _PageRange, lengths: Ints) -> str | None:
         """Why sequences cannot grow to `lengths` [S, G] rows, which takes the pages `span`; None if
         they can."""
         longest = lengths.max(initial=0)
         if longest > self.max_tokens:
             return f"a sequence of {longest} rows is longer than max_tokens={self.max_tokens}"
-        if self._can_pop(span.pages):
+        if self._ensure_free(span.pages):
             return None
         slabs = self._slabs
         columns = (slabs.to_take(span.pages), span.pages, slabs.units * UNIT, slabs.num_free)
@@ -428,7 +431,7 @@ class Pool:
             "; ".join("{} for {} pages of {} B ({} free)".format(*x) for x in needed)
         )
 
-    def _cells(self, span: _Span) -> Tensor:
+    def _cells(self, span: _PageRange) -> Tensor:
         """Indices of the pages of `span` in the flat block tables: int64 [M], sorted by class."""
         order, total = self._by_class, int(span.pages.sum())
         column, row = span.count[:, order].T.nonzero()
@@ -489,8 +492,8 @@ class LowRankPool(Pool):
         """Bytes of the pages that sequences hold in both pools, as the owner counts them."""
         return self.owner.used_bytes
 
-    def _can_pop(self, pages: Ints) -> bool:
-        return self.owner._can_pop(pages)
+    def _ensure_free(self, pages: Ints) -> bool:
+        return self.owner._ensure_free(pages)
 
 
 def _check(num_bytes: int, num_slots: int, max_tokens: int) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvfold.cache import arena
-from kvfold.cache.pool import Pool, PoolFull, _Span
+from kvfold.cache.pool import Pool, PoolFull, _PageRange
 from kvfold.cache.slabs import ceil_div
 from kvfold.layout.pages import METRIC, UNIT, Ints
 from kvfold.ops.common.launch import upload
@@ -88,7 +88,7 @@ class SharingPool(Pool):
         """Whether `pages` [C] pages are free after cached pages without readers are dropped, other
         than those in `keep`."""
         self.touch(keep)
-        return self._can_pop(pages, keep)
+        return self._ensure_free(pages, keep)
 
     def _add_reader(self, chain: Chain) -> None:
         """Add one to the reference counts."""
@@ -149,7 +149,7 @@ class SharingPool(Pool):
         self._high_water = max(self._high_water, self.used_bytes)
 
     def can_make_private(self, slot: int) -> bool:
-        return not self._chains[slot] or self._can_pop(self._read(slot).pages)
+        return not self._chains[slot] or self._ensure_free(self._read(slot).pages)
 
     def make_private(self, slot: int) -> None:
         """Copy the shared pages of a sequence, so that all of its pages are private. Raises
@@ -197,7 +197,7 @@ class SharingPool(Pool):
         have no readers yet, and metrics of 0. If memory is short, only the first few blocks are
         copied."""
         self._check_blocks(slot, first, count)
-        while not self._can_pop(count * self._block_pages):
+        while not self._ensure_free(count * self._block_pages):
             count //= 2
         if not count:
             return []
@@ -260,7 +260,7 @@ class SharingPool(Pool):
         """Allocate pages for a `placeholder` and write their content, uint8 [m, page bytes]
         per class, in the order of `dump`. They have no readers yet. Raises PoolFull."""
         assert not self.has(x), "these pages are loaded already"
-        if not self._can_pop(x.pages):
+        if not self._ensure_free(x.pages):
             raise PoolFull(f"no room to load {x.pages.sum()} pages")
         offsets, slabs = self._slabs.pop(x.pages)
         arena.write(self.arena, slabs.units, offsets, x.pages, content)
@@ -326,7 +326,7 @@ class SharingPool(Pool):
         zero: Ints = np.zeros(len(self.layout.groups), dtype=np.int64)
         return (chain[-1].rows if chain else zero)[None].copy()
 
-    def _read(self, slot: int) -> _Span:
+    def _read(self, slot: int) -> _PageRange:
         """The shared pages of a sequence."""
         num_read = self._num_read(np.array([slot]))
         return self._between(np.array([slot]), np.zeros_like(num_read), num_read)
@@ -338,15 +338,15 @@ class SharingPool(Pool):
         page = self.layout.page
         return np.concatenate([self._rows(self._chains[slot]) // page for slot in slots])
 
-    def _popped(self, span: _Span, keep: Chain = ()) -> tuple[Tensor, Any]:
+    def _popped(self, span: _PageRange, keep: Chain = ()) -> tuple[Tensor, Any]:
         """Pages for `span`, and the state of the slabs after they are taken. Raises PoolFull."""
-        if not self._can_pop(span.pages, keep):
+        if not self._ensure_free(span.pages, keep):
             raise PoolFull(f"no room to copy {span.pages.sum()} shared pages")
         if not span.pages.any():
             return self.block_tables.new_empty(0), self._slabs
         return self._slabs.pop(span.pages)
 
-    def _replace(self, span: _Span, copies: Tensor) -> None:
+    def _replace(self, span: _PageRange, copies: Tensor) -> None:
         """Copy the pages of a range to the pages at `copies` [M], and enter these in the block
         table."""
         if span.pages.any():
@@ -358,7 +358,7 @@ class SharingPool(Pool):
         """Copy the bytes of pages between offsets [M], sorted by class."""
         arena.copy(self.arena, self._slabs.units, source, target, pages)
 
-    def _clear_metrics(self, offsets: Tensor, span: _Span) -> None:
+    def _clear_metrics(self, offsets: Tensor, span: _PageRange) -> None:
         if not self.layout.tracked:
             return
         order = self._by_class
@@ -369,10 +369,10 @@ class SharingPool(Pool):
 
     # Free memory ----------------------------------------------------------------------------------
 
-    def _can_pop(self, pages: Ints, keep: Chain = ()) -> bool:
+    def _ensure_free(self, pages: Ints, keep: Chain = ()) -> bool:
         """Drop cached pages without readers, other than `keep`, until `pages` [C] are free.
         Whether that succeeded."""
-        while not super()._can_pop(pages):
+        while not super()._ensure_free(pages):
             units, slabs = self._slabs.units, self._slabs
             free = slabs.num_free @ units + len(slabs.free_slabs) * slabs.slab_units
             if pages @ units > free + self._num_evictable @ units:
@@ -423,7 +423,7 @@ class SharingPool(Pool):
         """Bytes of cached pages without readers."""
         return int(self._num_evictable @ self._slabs.units) * UNIT
 
-    def _freed(self, slots: Ints, after: Ints, before: Ints) -> _Span:
+    def _freed(self, slots: Ints, after: Ints, before: Ints) -> _PageRange:
         """Private pages that become free. Shared ones are not cut: `after` keeps all of them, or is
         0 as a sequence closes."""
         num_shared = self._num_read(slots)
