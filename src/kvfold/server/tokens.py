@@ -5,7 +5,7 @@ from functools import lru_cache
 from typing import Any
 
 from kvfold.engine.api.detokenizer import REPLACEMENT, Decode, Detokenizer, decoder_of
-from kvfold.utils.text import encode
+from kvfold.utils.tokens import encode
 
 
 class TokenTexts:

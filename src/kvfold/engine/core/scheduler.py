@@ -296,7 +296,7 @@ class Scheduler:
         """Number of tokens of a request's next chunk, if the step has a budget of `budget` prompt
         tokens. Unless it is the last chunk, it ends at a multiple of `prefill_multiple` after the
         packed context."""
-        layout_limit = self.pool.layout.most_at(request.num_computed)
+        layout_limit = self.pool.layout.max_tokens_in_step(request.num_computed)
         tokens = min(self.max_chunk, request.num_pending, budget, layout_limit)
         if tokens == request.num_pending:
             return tokens

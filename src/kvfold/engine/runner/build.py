@@ -133,7 +133,7 @@ def _with_maps(
     rotated_format = format_of(config.format) if _rotates(maps.spec, config) else None
     maps_of_layers = install(served, layers, maps, spec, config.bits, rotated_format)
     served_layers = [replace(x, module=served.get_submodule(x.name)) for x in layers]
-    return ModelRunner(served, pool, family=seam_family(served_layers), layers=maps_of_layers)
+    return ModelRunner(served, pool, family=attention_family(served_layers), layers=maps_of_layers)
 
 
 def check_beside_maps(config: CacheConfig) -> None:
@@ -281,7 +281,7 @@ def layout_of(
     """
     spec = compressed or plain_spec(family_of(config).geometry(config))
     if compressed is None and _rotates(compressed, cache):
-        spec = turned(spec)
+        spec = with_full_rank_latents(spec)
     tracked = [bool(policy or spec.hybrid or window) for window in attention_windows(config)]
     page = cache.page or (policy.page if policy else None) or format_of(cache.format).rows
     return _paged(spec, cache, tracked, itemsize, device, page)
@@ -319,7 +319,7 @@ def _paged(
 def _rotates(compressed: CacheSpec | None, cache: CacheConfig) -> bool:
     """Whether entries are rotated before they are quantised."""
     quantized = (cache.bits or 16) < 16 or bool(compressed and compressed.planned)
-    return cache.rotate and format_of(cache.format).rotates and quantized
+    return cache.rotate and format_of(cache.format).wants_rotation and quantized
 
 
 def default_bytes(

@@ -72,7 +72,7 @@ class Demoter:
             results = [self._try_demote([slot]) for slot in slots]
             return any(results)
         assert pool.layout.spec.hybrid is not None
-        leader_sets = remaining = pool.layout.spec.hybrid.units
+        leader_sets = remaining = pool.layout.spec.hybrid.leader_sets
         num_before = 0
         while remaining and len(remaining) != num_before:
             num_before = len(remaining)

@@ -57,7 +57,7 @@ def metadata_of(
     if singles:
         observed = view.observes_decodes and any(evicts(x.request) for x in singles)
         calls.append(
-            AttentionMetadata.of_step(
+            AttentionMetadata.for_step(
                 view,
                 [chunk.request.open_slot for chunk in singles],
                 positions[: len(singles)],
@@ -126,11 +126,11 @@ def _metadata(view: PoolView, call: list[_ChunkPart], positions: Tensor) -> Atte
     chunks, first = tuple(x.chunk for x in call), call[0]
     token_range = slice(first.begin, first.begin + first.count)
     tokens = None if len(call) == 1 else upload(_padded_tokens(call), view.device)
-    return AttentionMetadata.of_step(
+    return AttentionMetadata.for_step(
         view,
         [chunk.request.open_slot for chunk in chunks],
         positions[token_range if tokens is None else tokens].flatten(),
-        begin=first.begin,
+        first_token=first.begin,
         stop=max(x.end_position for x in call),
         prompt_lengths=_prompts(chunks) if first.observed else None,
         tokens=tokens,

@@ -125,7 +125,7 @@ class Repair:
         self.most = most_selection(view.layout.spec.geometry)
         self.prompts: dict[int, _Prompt] = {}  # by slot
 
-    def watch(self, batch: Batch, evicts: Callable[[Request], bool]) -> Watch:
+    def watch(self, batch: Batch, evicts: Callable[[Request], bool]) -> LayerHook:
         """Prepare to keep hidden states in a step. Returns a function to call with each layer and
         its hidden states [1, N, D]. evicts: whether entries of a request may be evicted."""
         self.prompts = {s: x for s, x in self.prompts.items() if x.owner.slot == s}
@@ -201,7 +201,7 @@ class Repair:
 
     def _fitted(self, index: int, slot: int, fit: FittedEntries, lost: Tensor) -> Fitted:
         """Fitted entries as the layer stores them. lost: bool [Hk], heads that lose entries."""
-        maps: LayerMaps = self.modules[index].maps
+        maps: LayerAttention = self.modules[index].description
         indices, is_kept, k, v = fit
         sides = (maps.key_columns, k), (maps.value_columns, v)
         rows = [x.compact(z.transpose(0, 1)[None])[0].flatten(1) for x, z in sides]
@@ -225,6 +225,6 @@ class Repair:
         return q.unflatten(0, (module.geometry.num_kv_heads, -1)).flatten(1, 2)
 
 
-def _keep(targets: list[tuple[_Prompt, slice, slice]], layer: LayerMaps, x: Tensor) -> None:
+def _keep(targets: list[tuple[_Prompt, slice, slice]], layer: LayerAttention, x: Tensor) -> None:
     for prompt, where, tokens in targets:
         prompt.keep(layer.index, where, x[0, tokens])

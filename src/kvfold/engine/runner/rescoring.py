@@ -9,11 +9,12 @@ from torch import Tensor
 
 from kvfold.attention.base import AttentionContext
 from kvfold.attention.metadata import PoolView
-from kvfold.attention.replay import ReplayContext, ReplayWithGradients
+from kvfold.attention.replay import ReplayWithGradients, RescoringContext
 from kvfold.cache.eviction.policy import Policy
 from kvfold.cache.eviction.scorers.rescoring import Rescoring, as_rescoring
 from kvfold.engine.requests.request import Request
-from kvfold.utils.text import encode, reply_words
+from kvfold.utils.chat import reply_words
+from kvfold.utils.tokens import encode
 
 Forward = Callable[[Tensor, Tensor, AttentionContext], Tensor]
 
@@ -75,7 +76,7 @@ class Rescorer:
             gradient_context = ReplayWithGradients(*settings)
             positions = self._legal_positions(gradient_context.positions)
             gradients = scorer.gradient_norms(self.twin, ids, positions, gradient_context)
-        context = ReplayContext(*settings, gradients)
+        context = RescoringContext(*settings, gradients)
         self.forward(ids, self._legal_positions(context.positions), context)
 
     def _legal_positions(self, positions: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from kvfold.engine.runner.metadata import decodes, metadata_of
 from kvfold.engine.runner.prompt_logprobs import score_prompts
 from kvfold.engine.runner.repair import Repair
 from kvfold.engine.runner.rescoring import Rescorer
-from kvfold.maps.served import attending
+from kvfold.maps.engine_model import forward_context
 from kvfold.models.adapter import PAGED, Family, decoder_of
 from kvfold.models.families import family_of
 from kvfold.ops.backend import no_numba
@@ -68,7 +68,7 @@ class ModelRunner:
         self.family = family or family_of(model.config)
         modules: list[Any] = list(self.family.attentions(model))
         self.has_sidecar = layers is not None
-        layers = [module.maps for module in modules] if layers is None else layers
+        layers = [module.description for module in modules] if layers is None else layers
         self.sliding = [
             (where, layer.window)
             for where, layer in zip(pool.layout.layer_groups, layers, strict=True)
@@ -94,7 +94,7 @@ class ModelRunner:
             self.compiled.warm_up(self._forward, self.device)
         if no_numba(self.device.type) is None and not self.has_sidecar:
             cpu_fused.install(self.model, self.family)
-        self.graphs = self._graphs() if self.attention.captures else None
+        self.graphs = self._graphs() if self.attention.supports_graphs else None
 
     def _graphs(self) -> DecodeGraphs:
         most, padding_slot = self.pool.num_slots, self.pool.padding_slot
@@ -198,8 +198,8 @@ class ModelRunner:
             yield
             return
         starts = ((x.request, x.start) for x in batch.chunks)
-        parts = [Turn(x.open_slot, x, start, self.eviction.evicts(x)) for x, start in starts]
-        with observer.around(parts, len(decodes(batch))):
+        parts = [StepPart(x.open_slot, x, start, self.eviction.evicts(x)) for x, start in starts]
+        with observer.step(parts, len(decodes(batch))):
             yield
 
     def _forward(self, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
@@ -208,11 +208,11 @@ class ModelRunner:
         The attention context is passed as transformers' cache argument: the context itself to a
         folded model, a stand-in cache to a model with sidecar maps.
         """
-        with attending(context) as cache:
+        with forward_context(context) as cache:
             out = decoder_of(self.model)(
                 input_ids=tokens[None],
                 position_ids=positions[None],
-                **given(cache if self.has_sidecar else context),
+                **cache_argument(cache if self.has_sidecar else context),
                 use_cache=False,
             )
         hidden: Tensor = out.last_hidden_state[0]
@@ -221,7 +221,7 @@ class ModelRunner:
     def _decode(self, tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
         """Decode one token per sequence without host state, for CUDA graphs. Returns logits [B,
         V]."""
-        metadata = AttentionMetadata.of_decodes(self.attention.view, slots, positions)
+        metadata = AttentionMetadata.for_decodes(self.attention.view, slots, positions)
         last = torch.full_like(slots, -1)
         context = PagedContext(self.attention, [metadata], slots, last, positions.int())
         return self._logits(self._forward(tokens, positions, context))
