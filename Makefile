@@ -23,8 +23,8 @@ test-all: $(STAMP)
 # the ones that every machine tries.
 soak: $(STAMP)
 	$(PYTEST) -n auto -m 'soak or not soak' --hypothesis-profile=explore \
-		tests/test_fuzz.py tests/test_soak.py tests/test_server_limits.py tests/test_packed.py \
-		tests/test_prefix.py $(shell grep -l 'import given' tests/test_*.py)
+		tests/engine/test_fuzz.py tests/engine/test_packed.py tests/lab/test_soak.py \
+		tests/server/test_server_limits.py tests/cache/test_prefix.py $(shell grep -l 'import given' tests/*/test_*.py)
 
 # Where there is a GPU: the kernels themselves, which `test` interprets, and all that runs on them.
 gpu-test: $(STAMP)
@@ -33,13 +33,15 @@ gpu-test: $(STAMP)
 # The oldest transformers that is supported, laid over the same environment.
 test-oldest: $(STAMP) .venv/oldest
 	PYTHONPATH=.venv/oldest OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto \
-		tests/test_fold.py tests/test_artifact.py tests/test_checkpoint.py tests/test_calibrate.py tests/test_evaluate.py tests/test_gguf.py \
-		tests/test_maps.py tests/test_sidecar.py tests/test_maps_engine.py tests/test_maps_users.py
+		tests/compression/test_fold.py tests/hub/test_artifact.py tests/hub/test_checkpoint.py \
+		tests/hub/test_gguf.py \
+		tests/calibration/test_calibrate.py tests/evaluation/test_evaluate.py \
+		tests/maps/test_maps.py tests/maps/test_sidecar.py tests/maps/test_maps_engine.py tests/maps/test_maps_users.py
 
 # vLLM on a CPU, in an environment of its own, which takes 4 GB and two minutes to make.
 VLLM := .venv/vllm
 test-vllm: $(VLLM)/.installed
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m vllm tests/test_vllm.py tests/test_vllm_maps.py tests/test_vllm_memory.py
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m vllm tests/vllm_plugin
 
 # Its wheel pins builds of torch's companions that nothing here needs: the rest of what it requires.
 $(VLLM)/.installed: $(STAMP) pyproject.toml

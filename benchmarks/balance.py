@@ -1,6 +1,6 @@
 """How evenly attention's work falls on multiprocessors, counted from the plans; nothing is timed.
 
-    python tests/test_prefill_compile.py > cuts.jsonl    # needs Triton; compiles for sm_90a
+    python tests/ops/test_prefill_compile.py > cuts.jsonl    # needs Triton; compiles for sm_90a
     python benchmarks/balance.py --cuts cuts.jsonl --checkpoints zack-gqa --json FILE
 
 Decode: work of a program by the plan's own cost (bits of a row and more, by tiles, and what an item
@@ -44,7 +44,7 @@ WAYS = "whole", "longest-first", "stream-k"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cuts", type=Path, help="lines of tests/test_prefill_compile.py")
+    parser.add_argument("--cuts", type=Path, help="lines of tests/ops/test_prefill_compile.py")
     parser.add_argument(
         "--checkpoints", type=Path, nargs="*", default=(), help="whose ranks are counted too"
     )

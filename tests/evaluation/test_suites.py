@@ -1,0 +1,330 @@
+"""Suites: answers are found in what models write, judged, and paired with the original's."""
+
+import gzip
+import json
+import sys
+from dataclasses import replace
+from decimal import Decimal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from commands import refused
+from kvfold import LLM
+from kvfold.cli import suites as command
+from kvfold.cli.main import main
+from kvfold.evaluation.suites import SUITES, find_file, read_suite
+from kvfold.evaluation.suites.base import Question
+from kvfold.evaluation.suites.engines import ByKVFold, ByVLLM, Reply
+from kvfold.evaluation.suites.gsm8k import number_of
+from kvfold.evaluation.suites.humaneval import code_of
+from kvfold.evaluation.suites.run import SuiteResult, changes, prompts_of, run_suite
+from kvfold.hub.loading import load_tokenizer
+
+DATA = Path(__file__).parents[3] / "shared" / "data" / "tasks"
+PROMPT = '''from typing import List
+
+
+def helper(x: int) -> int:
+    return x + 1
+
+
+def total(values: List[int]) -> int:
+    """ The sum of values, each one larger.
+    >>> total([1, 2])
+    5
+    """
+'''
+CODE = {
+    "task_id": "HumanEval/0",
+    "prompt": PROMPT,
+    "entry_point": "total",
+    "test": "def check(candidate):\n    assert candidate([1, 2]) == 5\n",
+}
+MATH = [
+    {"question": "Two and two?", "answer": "2 + 2 = <<2+2=4>>4\n#### 4"},
+    {"question": "A thousand and one?", "answer": "#### 1,001"},
+]
+WHOLE = "def total(values: List[int]) -> int:\n    return sum(helper(x) for x in values)\n"
+BODY = "    return sum(helper(x) for x in values)\n"
+RIGHT = {
+    "block": f"Here it is:\n\n```python\n{WHOLE}```\n\nIt adds one to each.",
+    "block without a language": f"```\n{WHOLE}```",
+    "block behind words": f"Sure: ```py\n{WHOLE}```",
+    "block that never ends": f"```python\n{WHOLE}",
+    "second block": f"```sh\npython total.py\n```\n```python\n{WHOLE}```",
+    "block in a list": "1. So:\n   ```python\n"
+    + "".join(f"   {line}\n" for line in WHOLE.splitlines())
+    + "   ```",
+    "own imports": f"```python\nfrom typing import List\n{WHOLE}```",
+    "demonstration": f"```python\n{WHOLE}\nif __name__ == '__main__':\n    1 / 0\n```",
+    "no block": f"{WHOLE}\nThis function adds one to each.",
+    "words, no block": f"The function:\n\n{WHOLE}\nDone.",
+    "body": BODY,
+    "body, first line not indented": BODY.strip() + "\n",
+    "body in a block": f"```python\n{BODY}```",
+    "body of two lines": "    found = [helper(x) for x in values]\n    return sum(found)\n",
+    "two lines, not indented": "```\nfound = [helper(x) for x in values]\nreturn sum(found)\n```",
+    "two lines, the first not indented": "found = map(helper, values)\n    return sum(found)\n",
+}
+NUMBERS = {
+    "She makes $18.00 a day. The answer is 18.": "18",
+    "The answer is $1,450,000.": "1450000",
+    "The answer is: **12**.": "12",
+    r"The answer is \( 7 \).": "7",
+    "The answer is -5.": "-5",
+    "The answer is 9 * 2 = 18": "18",
+    "The answer is 18. There are 3 ducks and 4 geese.": "18",
+    "2 + 2 = 4\n#### 4\nand 5": "4",
+    "So 5 - 3 = 2": "2",
+    "from 3-4": "4",
+    "It is 40%": "40",
+    "It costs .5": "0.5",
+    "It weighs 2.50 kg.": "2.5",
+    r"\boxed{36}": "36",
+    "1,2 and 3,4567": "4567",
+}
+
+
+class Fixed:
+    """An engine whose answers are given, or errors."""
+
+    name = "fixed"
+
+    def __init__(self, replies: list[Reply]) -> None:
+        self.replies = replies
+        self.tokenizer = load_tokenizer("reference:gqa")
+
+    def answer(self, prompts: Any, **options: Any) -> list[Reply]:
+        self.prompts, self.options = prompts, options
+        return self.replies
+
+
+def code(count: int) -> list[Question]:
+    return [Question(id=f"HumanEval/{i}", row=CODE) for i in range(count)]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    rows = [CODE | {"task_id": f"HumanEval/{i}"} for i in range(3)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "HumanEval.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    (tmp_path / "gsm8k.jsonl").write_text("\n\n".join(map(json.dumps, MATH)))
+    return tmp_path
+
+
+def test_a_function_is_found_in_what_models_write() -> None:
+    verdicts = SUITES["code"].judge(code(len(RIGHT)), list(RIGHT.values()))
+    wrong = {name: x for name, x in zip(RIGHT, verdicts, strict=True) if not x.right}
+    assert not wrong
+
+
+def test_functions_that_are_wrong() -> None:
+    answers = ["", "    pass", "I cannot.", "```python\ndef other(): pass\n```", f"{WHOLE}1 / 0"]
+    answers += [PROMPT + "    import os\n    os.fork()", PROMPT + "    open('x', 'w')"]
+    verdicts = SUITES["code"].judge(code(len(answers)), answers)
+    assert not any(x.right for x in verdicts)
+    assert [x.kind for x in verdicts[-2:]] == ["forked", "wrote"]
+
+
+def test_a_longer_fence_may_hold_a_shorter_one() -> None:
+    assert code_of("````python\ndef f():\n    '```'\n````", "f") == "def f():\n    '```'\n"
+
+
+@pytest.mark.parametrize(("text", "number"), NUMBERS.items())
+def test_a_number_is_found_in_what_models_write(text: str, number: str) -> None:
+    assert number_of(text) == Decimal(number)
+
+
+def test_numbers_are_judged_by_value() -> None:
+    questions = [Question(id=str(i), row=row) for i, row in enumerate(MATH)]
+    judge = SUITES["math"].judge
+    assert [x.right for x in judge(questions, ["It is 4.0", "1001"])] == [True, True]
+    assert [x.kind for x in judge(questions, ["It is 5", "none"])] == ["wrong", "no number"]
+
+
+def test_files_are_read_and_found(files: Path) -> None:
+    assert [x.id for x in read_suite("math", find_file("math", files))] == ["line 1", "line 3"]
+    assert len(read_suite("code", find_file("code", files), 2)) == 2
+    with pytest.raises(ValueError, match=r"has no HumanEval.jsonl.gz or HumanEval.jsonl"):
+        find_file("code", files / "nowhere")
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="../shared/data/tasks is not on this machine")
+def test_the_published_files_and_their_solutions() -> None:
+    questions = read_suite("code", find_file("code", DATA))
+    some = questions[::8]
+    answers = [x.row["canonical_solution"] for x in some]
+    assert len(questions) == 164 and all(x.right for x in SUITES["code"].judge(some, answers))
+    questions = read_suite("math", find_file("math", DATA))
+    verdicts = SUITES["math"].judge(questions, [x.row["answer"] for x in questions])
+    assert len(questions) == 1319 and all(x.right for x in verdicts)
+
+
+def test_one_request_that_fails_is_one_wrong_answer() -> None:
+    replies = [
+        Reply(text=BODY, token_ids=(1, 2), finish_reason="eos"),
+        Reply(text=BODY, token_ids=(1,), error="the prompt has 17 tokens"),
+        Reply(text=BODY, error="the prompt has 4 tokens"),
+        Reply(text="pass", token_ids=(3,), finish_reason="length"),
+    ]
+    result = run_suite("code", code(4), Fixed(replies), max_new_tokens=7)
+    assert [x.right for x in result.answers] == [True, False, False, False]
+    assert result.kinds == {"error": 2, "passed": 1, "failed": 1}
+    assert result.errors == {"the prompt has N tokens": 2}
+    assert (result.right, result.num_tokens) == (1, 4)
+    record = json.loads(json.dumps(result.record()))
+    assert record["finish_reasons"] == {"error": 2, "eos": 1, "length": 1}
+    assert record["answers"][0]["text"] == BODY
+    assert SuiteResult.from_record(record) == result
+
+
+def test_answers_that_changed() -> None:
+    def result(*texts: str) -> SuiteResult:
+        replies = [Reply(text=x, finish_reason="eos") for x in texts]
+        return run_suite("math", questions, Fixed(replies))
+
+    questions = [Question(id=f"line {i}", row=MATH[0]) for i in range(4)]
+    found = changes(result("4", "4", "5", "6"), result("4", "5", "4", "6"))
+    assert (found.to_wrong, found.to_right) == (("line 1",), ("line 2",))
+    assert (found.right_before, found.right, found.same_texts) == (2, 2, 2)
+    one = result("4", "4", "4", "4")
+    with pytest.raises(ValueError, match="differ in max_new_tokens"):
+        changes(one, replace(one, max_new_tokens=3))
+    with pytest.raises(ValueError, match="different questions of suite math: 4 before and 3 now"):
+        changes(one, replace(one, answers=one.answers[1:]))
+
+
+def test_a_chat_template_is_used_where_there_is_one() -> None:
+    engine = Fixed([Reply()])
+    run_suite("code", code(1), engine)
+    assert engine.prompts == prompts_of(SUITES["code"], code(1), engine.tokenizer)
+    assert engine.tokenizer.decode(engine.prompts[0], skip_special_tokens=True) == PROMPT
+    assert "\ndef " in engine.options["stop"] and engine.options["max_new_tokens"] == 512
+    engine.tokenizer.chat_template = "{{ messages[0]['content'] }} So:"
+    run_suite("code", code(1), engine)
+    text = engine.tokenizer.decode(engine.prompts[0], skip_special_tokens=True)
+    assert text.startswith("Complete this Python function") and text.endswith("``` So:")
+    assert engine.options["stop"] == ()
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    sizes = {"max_sequences": 2, "max_tokens": 128, "kv_bytes": 2**22}
+    return LLM("reference:gqa", device="cpu", **sizes)
+
+
+def test_kvfolds_engine_goes_on_where_a_prompt_is_too_long(llm: LLM) -> None:
+    told: list[tuple[int, int]] = []
+    prompts = [list(range(3, 9)), [3] * 500, list(range(9, 20))]
+    found = ByKVFold(llm).answer(prompts, max_new_tokens=4, report=lambda *x: told.append(x))
+    assert [x.error is None for x in found] == [True, False, True]
+    expected = [x.token_ids for x in llm.generate([prompts[0], prompts[2]], sampling(4))]
+    assert [x.token_ids for x in found if x.error is None] == expected
+    assert told[-1] == (3, 3)
+
+
+def sampling(count: int) -> Any:
+    from kvfold import SamplingParams
+
+    return SamplingParams(max_new_tokens=count)
+
+
+def test_kvfolds_engine_reports_errors_by_request(llm: LLM, monkeypatch) -> None:
+    from kvfold.evaluation.suites import engines
+
+    def failing(outputs: Any) -> Any:
+        found = completion_of(outputs)
+        return replace(found, finish_reason="error", error="the model's logits are not finite")
+
+    completion_of = engines.completion_of
+    monkeypatch.setattr(engines, "completion_of", failing)
+    (found,) = ByKVFold(llm).answer([[3, 4]], max_new_tokens=2)
+    assert found.error == "the model's logits are not finite"
+
+
+class FakeVLLM:
+    """What `vllm.LLM` is asked for, and an answer for each prompt."""
+
+    made: dict[str, Any]
+
+    def __init__(self, **options: Any) -> None:
+        type(self).made = options
+        sizes = SimpleNamespace(max_model_len=options["max_model_len"])
+        self.llm_engine = SimpleNamespace(
+            vllm_config=SimpleNamespace(model_config=sizes),
+            engine_core=SimpleNamespace(shutdown=lambda: None),
+        )
+
+    def generate(self, prompts: Any, wanted: Any, use_tqdm: bool) -> list[Any]:
+        assert all(len(x["prompt_token_ids"]) < self.made["max_model_len"] for x in prompts)
+        assert wanted["temperature"] == 0
+        reasons = ["stop", "abort", "length"]
+        return [
+            SimpleNamespace(
+                outputs=[SimpleNamespace(text="It is 4", token_ids=[5, 6], finish_reason=reason)]
+            )
+            for _, reason in zip(prompts, reasons, strict=False)
+        ]
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = SimpleNamespace(LLM=FakeVLLM, SamplingParams=dict, __version__="0")
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    monkeypatch.setattr(command, "find_spec", lambda _: object())
+
+
+def test_vllm_goes_on_where_a_prompt_is_too_long(vllm) -> None:
+    engine = ByVLLM(FakeVLLM(max_model_len=8), load_tokenizer("reference:gqa"))
+    found = engine.answer([[1] * 7, [1] * 8, [2]], max_new_tokens=3)
+    assert [x.error for x in found] == [
+        None, "the prompt has more tokens than the 7 that vLLM takes", "ended for abort",
+    ]  # fmt: skip
+    assert found[0].token_ids == (5, 6)
+
+
+def test_the_command_in_vllm(files: Path, vllm, capsys) -> None:
+    json_file = files / "result.json"
+    words = ["eval", "reference:gqa", "--suite", f"math={files / 'gsm8k.jsonl'}", "--bits", "4"]
+    words += ["--engine", "vllm", "--json", str(json_file), "--max-sequences", "7"]
+    assert main(words) == 0
+    made = FakeVLLM.made
+    assert made.pop("model").endswith("/gqa") and made.pop("max_model_len") > 400
+    assert made == {
+        "max_num_seqs": 7, "dtype": "auto",
+        "additional_config": {"kvfold": {"bits": 4}},
+    }  # fmt: skip
+    record = json.loads(json_file.read_text())
+    assert record["suites"]["math"]["right"] == 1 and record["versions"]["vllm"] == "0"
+    assert "1 requests failed: ended for abort" in capsys.readouterr().out
+
+
+def test_vllm_is_not_installed(files: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(command, "find_spec", lambda _: None)
+    words = ["eval", "reference:gqa", "--suite", f"math={files / 'gsm8k.jsonl'}"]
+    assert 'pip install "kvfold[vllm]"' in refused(capsys, *words, "--engine", "vllm")
+
+
+def test_the_command_beside_an_earlier_run(files: Path, capsys) -> None:
+    first, second = files / "first.json", files / "second.json"
+    words = ["eval", "reference:gqa", "--suite-rows", "2", "--suite-tokens", "3"]
+    words += ["--max-sequences", "2", "--kv-bytes", str(2**24), "--device", "cpu"]
+    both = ["--suite", "code,math", "--suite-data", str(files)]
+    assert main([*words, *both, "--json", str(first)]) == 0
+    assert main([*words, *both, "--bits", "8", "--against", str(first), "--json", str(second)]) == 0
+    out = capsys.readouterr().out
+    assert f"math, against {first}: 0 right, 0 before; right to wrong 0; wrong to right 0" in out
+    record = json.loads(second.read_text())
+    assert record["against"]["changes"]["code"]["right"] == 0
+    assert len(record["against"]["suites"]["code"]["answers"]) == 2
+    assert record["settings"]["cache"]["bits"] == 8
+
+
+def test_the_command_beside_the_original(files: Path, capsys) -> None:
+    words = ["eval", "reference:gqa", "--suite", f"math={files / 'gsm8k.jsonl'}"]
+    words += ["--suite-tokens", "3", "--max-sequences", "2", "--kv-bytes", str(2**24)]
+    assert main([*words, "--against", "reference:gqa", "--device", "cpu"]) == 0
+    assert "2 texts equal" in capsys.readouterr().out
