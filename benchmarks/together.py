@@ -47,7 +47,7 @@ def measure(
     slots = min(most, max(1, TOKENS // longest))
     pages = Pages(model, tokenizer, what.cache, slots, longest + QUESTION_ROOM)
     texts, tasks, held = {}, {}, None
-    with inference(model), patch("kvfold.engine.runner.metadata.TOGETHER", {"cpu", "cuda"}):
+    with inference(model), patch("kvfold.engine.runner.metadata.BATCHED_DEVICES", {"cpu", "cuda"}):
         for name, ids in what.windows.items():
             texts[name], held = pages.perplexity(ids, what.scored_from or ids.shape[1] // 2)
         for name, own in rows.items():

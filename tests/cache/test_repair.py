@@ -291,7 +291,7 @@ def test_prefixes_are_not_shared() -> None:
     first = llm.generate([tokens(1, 60)[0].tolist()], asked)[0]
     again = llm.generate([tokens(1, 60)[0].tolist()], asked)[0]
     assert first.token_ids == again.token_ids and not llm.engine.scheduler.prefix_cache.num_hits
-    with pytest.raises(SettingError, match="would change tokens: rows are repaired"):
+    with pytest.raises(SettingError, match="would change tokens: repair needs the queries of all"):
         LLM(tiny("llama-gqa"), prefix_caching=True, **settings_of())
 
 

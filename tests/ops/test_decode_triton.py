@@ -12,7 +12,14 @@ from itertools import combinations, product
 import pytest
 import torch
 
-from decode_triton_cases import GPU, LIMITS, check, cut, run
+from decode_triton_cases import (
+    GPU,
+    LIMITS,
+    check,
+    cut,
+    poisoned,  # noqa: F401
+    run,
+)
 
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"

@@ -11,7 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from prefill_triton_cases import CUT, DEVICE, GPU, RAGGED, Case
+from prefill_triton_cases import (
+    CUT,
+    DEVICE,
+    GPU,
+    RAGGED,
+    Case,
+    poisoned,  # noqa: F401
+)
 
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"

@@ -27,7 +27,14 @@ from kvfold.ops.latent_decode.maps import find_drift  # noqa: E402
 from kvfold.ops.latent_decode.pieces import unread as unread_pieces  # noqa: E402
 from kvfold.ops.latent_decode.plan import HOPPER_BLOCK, Passes, table  # noqa: E402
 from matrix import slow  # noqa: E402
-from rebuild_triton_cases import DEVICE, Case, _angles, explicit, latents  # noqa: E402
+from rebuild_triton_cases import (  # noqa: E402
+    DEVICE,
+    Case,
+    _angles,
+    explicit,
+    latents,
+    poisoned,  # noqa: F401
+)
 
 pytestmark = [
     pytest.mark.gpu,
