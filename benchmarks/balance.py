@@ -24,8 +24,7 @@ from typing import Any
 
 import torch
 
-from kvfold.bench.synthetic_cache import draw_lengths
-from kvfold.bench.variants import DTYPE, SHAPES, VARIANTS, variant_layout
+from kvfold.bench.variants import DTYPE, SHAPES, variant_layout
 from kvfold.layout import CacheSpec
 from kvfold.layout.pages import CacheLayout, cache_layout
 from kvfold.ops.common.plan import Slices, longest_first, stream_k, whole_items
@@ -34,6 +33,8 @@ from kvfold.ops.decode.tuning import tuning_for
 from kvfold.ops.prefill.plan import widths_of
 from kvfold.utils.files import write_json
 from lab.chunk import KEPT
+from lab.variants import VARIANTS
+from lab.workload import draw_lengths
 
 SMS, REGISTERS, SHARED, WARPS = 132, 1 << 16, 228 << 10, 64  # of a Hopper device, of one of them
 HEADS = "bf16-half", "bf16-half-ragged", "bf16-half-uneven"
@@ -97,7 +98,11 @@ def decode_rows(
             totals[how][0] += busiest
             totals[how][1] += longest
     for how, (busiest, longest) in totals.items():
-        about = {"heads": name, "lengths": VARIANTS[lengths].lengths, "batch": batch}
+        about = {
+            "heads": name,
+            "lengths": getattr(VARIANTS[lengths], "lengths", "uniform"),
+            "batch": batch,
+        }
         yield {**about, "tokens": tokens, "how": how,
                "busiest": busiest / even, "longest": longest / even}  # fmt: skip
 

@@ -41,14 +41,14 @@ def compress(
     import torch
 
     from kvfold.bench import synthetic_engine as served
-    from kvfold.bench import variants as known
     from kvfold.bench.common import reason
     from kvfold.bench.decode import release
     from kvfold.hub.loading import default_device
     from lab import compression
+    from lab import variants as known
 
     names, keeps = parse_list(variants, "--variants", str), parse_list(keep, "--keep", float)
-    check_names("--variants", names, [name for name, x in known.VARIANTS.items() if x.served])
+    check_names("--variants", names, known.SERVED)
     check_names("--shape", [shape], served.WIDTHS)
     for option, value, least in (
         ("--batch", batch, 1),

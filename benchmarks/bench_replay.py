@@ -42,16 +42,16 @@ def replay(
     import torch
 
     from kvfold.bench import synthetic_engine as served
-    from kvfold.bench import variants as known
     from kvfold.bench.common import reason
     from kvfold.bench.decode import release
     from kvfold.cache.eviction.policies import POLICIES, get
     from kvfold.cache.eviction.scorers.rescoring import as_rescoring
     from kvfold.hub.loading import default_device
     from lab import replay as benchmark
+    from lab import variants as known
 
     names, asked = parse_list(variants, "--variants", str), parse_list(policies, "--policies", str)
-    check_names("--variants", names, [name for name, x in known.VARIANTS.items() if x.served])
+    check_names("--variants", names, known.SERVED)
     check_names("--shape", [shape], served.WIDTHS)
     every = {name: get(name) for name in POLICIES}
     readers = {  # of one forward pass

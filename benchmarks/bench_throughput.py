@@ -17,13 +17,13 @@ from kvfold.cli.bench_common import (
     RANDOM,
     Output,
     Results,
-    Served,
     check_names,
     empty_table,
     say,
     versions,
 )
 from kvfold.cli.bench_serve import check_outputs
+from kvfold.cli.capacity import ModelOrShape
 from kvfold.cli.options import PLACE, Place, parse_list
 from kvfold.config import CacheConfig
 from kvfold.utils.errors import SettingError
@@ -38,7 +38,7 @@ RATES = "1,2,4,8,16,32,64"
 
 
 def throughput(
-    model: Served,
+    model: ModelOrShape,
     /,
     *,
     tokens: str = LENGTHS,
@@ -101,12 +101,12 @@ def throughput(
         for _, rate in product(range(runs), times):
             measure(results, loaded, rate)
     finally:
-        show(results.found)
+        show(results.by_kind)
     if plot is not None:
         from lab.throughput_plot import write_throughput
 
         with writing(plot), new_file(plot) as scratch:
-            write_throughput(scratch, results.found["rows"])
+            write_throughput(scratch, results.by_kind["rows"])
 
 
 def load(model: str, place: Place) -> Any:
@@ -129,7 +129,7 @@ def measure(results: Results, model: Any, rate: float) -> None:
     from kvfold.bench.decode import release
     from lab import serve_throughput as bench
 
-    asked = results.about["settings"]
+    asked = results.metadata["settings"]
     own = {name: asked[name] for name in ("bits", "page", "kv_bytes")}
     how = {name: asked[name] for name in ("outputs", "seed")}
     for tokens in asked["tokens"]:

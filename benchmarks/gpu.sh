@@ -2,70 +2,69 @@
 # Measurements of docs/performance.md on a GPU, one JSON file each:
 #     benchmarks/gpu.sh [attention|rebuilt|once|ablations|engine|prefill|compress|replay]...   (default: all)
 #     benchmarks/gpu.sh uneven      of the ablations, ZACK's KE on unequal heads and Palu's shared latents
-# RESULTS: folder of the files (benchmarks/results); KVFOLD: the command (kvfold); PYTHON: of the scripts (python).
+# RESULTS: folder of the files (benchmarks/results); PYTHON: of the scripts (python).
 # `pip install flashinfer-python` adds that baseline. Then: python tools/performance_page.py
 set -e
 results=${RESULTS:-benchmarks/results}
-bench="${KVFOLD:-kvfold} bench"
 python="${PYTHON:-python}"
 
 attention() {
-    $bench attention --batch 64 --tokens 8192 --rounds 10 --json "$results/attention-8b-64x8192.json" \
+    $python benchmarks/bench_attention.py --batch 64 --tokens 8192 --rounds 10 --json "$results/attention-8b-64x8192.json" \
         --variants bf16-full,bf16-half,bf16-half-ragged,int8-half,int4-half,int4-half-evict8 \
         --baselines sdpa-flash,sdpa-cudnn,sdpa-cudnn-folded,flashinfer,flex
-    $bench attention --batch 1 --tokens 65536 --rounds 10 --json "$results/attention-8b-1x65536.json" \
+    $python benchmarks/bench_attention.py --batch 1 --tokens 65536 --rounds 10 --json "$results/attention-8b-1x65536.json" \
         --variants bf16-full,bf16-half,int8-half,int4-half,int4-half-evict8 --baselines sdpa-flash,sdpa-cudnn,flashinfer
-    $bench attention --shape llama-2-7b-norope --batch 1 --tokens 65536 --rounds 10 \
+    $python benchmarks/bench_attention.py --shape llama-2-7b-norope --batch 1 --tokens 65536 --rounds 10 \
         --json "$results/attention-7b-norope.json" --variants bf16-half,int4-half --baselines sdpa-cudnn
 }
 
 rebuilt() {
-    $bench attention --batch 64 --tokens 8192 --rounds 10 --json "$results/rebuilt-8b-64x8192.json" \
+    $python benchmarks/bench_attention.py --batch 64 --tokens 8192 --rounds 10 --json "$results/rebuilt-8b-64x8192.json" \
         --variants lean-31,lean-35,small-10,small-25 --baselines sdpa-cudnn
-    $bench attention --shape llama-2-7b --batch 1 --tokens 65536 --rounds 10 --json "$results/rebuilt-7b-1x65536.json" \
+    $python benchmarks/bench_attention.py --shape llama-2-7b --batch 1 --tokens 65536 --rounds 10 --json "$results/rebuilt-7b-1x65536.json" \
         --variants palu-g1,palu-g4,palu-g32 --baselines sdpa-cudnn
-    $bench decode --shape llama-2-7b --batch 1 --tokens 65536 --steps 4 --json "$results/rebuilt-decode-7b.json" \
+    $python benchmarks/bench_decode.py --shape llama-2-7b --batch 1 --tokens 65536 --steps 4 --json "$results/rebuilt-decode-7b.json" \
         --variants bf16-full,palu-g1,palu-g4,palu-g32
 }
 
 once() {
-    $bench attention --batch 64 --tokens 8192 --layers 2 --rounds 5 --json "$results/attention-once-8b.json" --baselines sdpa-cudnn \
+    $python benchmarks/bench_attention.py --batch 64 --tokens 8192 --layers 2 --rounds 5 --json "$results/attention-once-8b.json" --baselines sdpa-cudnn \
         --variants lean-6x,lean-6x-odd,lean-8x,lean-6x-32,lean-6x-odd-32,lean-8x-32,lean-4x-odd,swift-4x-odd,swift-4.6x-odd,swift-int4
-    $bench decode --batch 64,8,1 --tokens 8192 --steps 8 --json "$results/decode-tiers-once-8b.json" --prefill \
+    $python benchmarks/bench_decode.py --batch 64,8,1 --tokens 8192 --steps 8 --json "$results/decode-tiers-once-8b.json" --prefill \
         --variants bf16-full,swift-int4,lean-6x,int8-full,lean-8x,swift-4.6x-odd,lean-6x-odd,swift-5.9x-odd,swift-4x-odd,lean-4x-odd
-    $bench decode --batch 256 --tokens 2048 --steps 8 --json "$results/decode-256-8b.json" \
+    $python benchmarks/bench_decode.py --batch 256 --tokens 2048 --steps 8 --json "$results/decode-256-8b.json" \
         --variants bf16-full,swift-int4,lean-6x,int8-full
 }
 
 ablations() {
-    $bench attention --batch 1,64 --tokens 8192 --rounds 10 --json "$results/ablations-8b.json" --baselines sdpa-cudnn \
+    $python benchmarks/bench_attention.py --batch 1,64 --tokens 8192 --rounds 10 --json "$results/ablations-8b.json" --baselines sdpa-cudnn \
         --variants bf16-half,bf16-half-decompressed,bf16-half-longest,bf16-half-whole,bf16-half-pareto,bf16-half-pareto-longest,bf16-half-pareto-whole
-    $bench decode --batch 1,64 --tokens 8192 --steps 10 --json "$results/ablations-decode-8b.json" --prefill \
+    $python benchmarks/bench_decode.py --batch 1,64 --tokens 8192 --steps 10 --json "$results/ablations-decode-8b.json" --prefill \
         --variants bf16-half,bf16-half-online,bf16-half-ragged
     uneven
 }
 
 uneven() {
     heads=bf16-half-uneven
-    $bench attention --batch 1,16,64 --tokens 8192 --rounds 5 --json "$results/ablations-uneven-8b.json" \
+    $python benchmarks/bench_attention.py --batch 1,16,64 --tokens 8192 --rounds 5 --json "$results/ablations-uneven-8b.json" \
         --variants $heads,$heads-longest,$heads-whole,$heads-pareto,$heads-pareto-longest,$heads-pareto-whole \
         --baselines sdpa-cudnn
     $python benchmarks/bench_prefill.py --batch 1 --tokens 1024,8192 --rounds 10 --json "$results/ablations-prefill-8b.json" \
         --variants half-uneven,half-uneven@zack,half-uneven@64x64w4s3,quarter,quarter@128x64w8s3 --baselines sdpa-cudnn
-    $bench decode --batch 1 --tokens 8192 --steps 4 --json "$results/ablations-first-8b.json" --prefill \
+    $python benchmarks/bench_decode.py --batch 1 --tokens 8192 --steps 4 --json "$results/ablations-first-8b.json" --prefill \
         --variants $heads,$heads-zack,$heads-fixed
     for shape in llama-2-7b llama-2-7b-norope; do
-        $bench attention --shape $shape --batch 1 --tokens 65536 --rounds 5 --json "$results/shared-$shape.json" \
+        $python benchmarks/bench_attention.py --shape $shape --batch 1 --tokens 65536 --rounds 5 --json "$results/shared-$shape.json" \
             --variants palu-g1,palu-g4,palu-g32 --baselines sdpa-cudnn
     done
 }
 
 engine() {
-    $bench decode --batch 1,8,64 --tokens 8192 --steps 10 --json "$results/decode-8b-8192.json" --prefill \
+    $python benchmarks/bench_decode.py --batch 1,8,64 --tokens 8192 --steps 10 --json "$results/decode-8b-8192.json" --prefill \
         --variants bf16-full,bf16-half,int4-half,lean-35,small-10,transformers,transformers-static
-    $bench decode --batch 1,8 --tokens 32768,131072 --steps 10 --json "$results/decode-8b-long.json" \
+    $python benchmarks/bench_decode.py --batch 1,8 --tokens 32768,131072 --steps 10 --json "$results/decode-8b-long.json" \
         --variants bf16-full,int4-half,lean-35,transformers
-    $bench decode --shape llama-2-7b --batch 1,8 --tokens 4096,32768 --steps 10 --json "$results/decode-7b.json" \
+    $python benchmarks/bench_decode.py --shape llama-2-7b --batch 1,8 --tokens 4096,32768 --steps 10 --json "$results/decode-7b.json" \
         --variants bf16-full,int4-half,transformers
 }
 

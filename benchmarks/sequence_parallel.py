@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvfold.bench.synthetic_engine import random_model
-from kvfold.bench.variants import SHAPES, VARIANTS, Variant, variant_layout
+from kvfold.bench.variants import SHAPES, Variant, variant_layout
 from kvfold.cli.bench_common import versions
 from kvfold.evaluation.perplexity import token_nll
 from kvfold.hub.checkpoint import mark
@@ -44,6 +44,7 @@ from kvfold.parallel import SequenceParallel, context, wire_bytes
 from kvfold.utils.files import write_json
 from kvfold.utils.text import packaged, running
 from kvfold.utils.tokens import windows
+from lab.variants import VARIANTS
 
 CUDNN = "uncompressed, cuDNN"
 PLAIN = "uncompressed"

@@ -96,10 +96,10 @@ class Worker:
         import torch
 
         from kvfold.bench.synthetic_engine import random_model
-        from kvfold.bench.variants import VARIANTS
         from kvfold.engine.api.llm import LLM
         from kvfold.engine.core.compression import Schedule
         from kvfold.engine.runner import graphs
+        from lab.variants import VARIANTS
 
         begun = time.perf_counter()
         graphs.sizes_up_to = lambda most: [*(x for x in SIZES if x < most), most]  # type: ignore

@@ -32,12 +32,13 @@ from triton.compiler.compiler import CompiledKernel
 import kvfold.ops.backend
 from kvfold.attention.fallback import Fallback
 from kvfold.bench.synthetic_engine import WIDTHS
-from kvfold.bench.variants import SHAPES, VARIANTS, variant_layout
+from kvfold.bench.variants import SHAPES, variant_layout
 from kvfold.models.families import family_of
 from kvfold.ops import one_pass
 from kvfold.ops.one_pass import launch
 from kvfold.vllm_plugin.blocks import BlockAttention, BlockView, Step
 from kvfold.vllm_plugin.weights import empty_layer
+from lab.variants import VARIANTS
 
 SHAPE, LAYERS = "llama-3.1-8b", 8
 STORED, ROWS = 300, 64  # tokens of a request that decodes; of a chunk

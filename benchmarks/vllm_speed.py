@@ -44,7 +44,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from kvfold.bench.serve_load import Job, Traffic
 from kvfold.bench.synthetic_engine import WIDTHS
-from kvfold.bench.variants import ROPE_BASES, SHAPES, VARIANTS, variant_layout
+from kvfold.bench.variants import ROPE_BASES, SHAPES, variant_layout
 from kvfold.hub.checkpoint import KVFoldConfig
 from kvfold.layout import Latent
 from kvfold.maps.compress import layer_maps
@@ -52,6 +52,7 @@ from kvfold.maps.rotation import Rotation
 from kvfold.maps.sidecar import PROBES, Sidecar
 from kvfold.models.families import family_of
 from kvfold.models.fold import LatentMaps
+from lab.variants import VARIANTS
 
 Say = Callable[[str, dict], None]  # of a row of a table, by the table's name
 MAPS = "maps-"

@@ -1,4 +1,4 @@
-"""The page of speeds, docs/performance.md, with its plots: from files of `kvfold bench --json`.
+"""The page of speeds, docs/performance.md, with its plots: from files of the benchmarks' `--json`.
 
     python tools/performance_page.py
 
@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvfold.cli.settings import FLAGS
 from performance_plots import FIGURES, Row, save
 from performance_tables import (
     FIRST,
@@ -34,7 +33,6 @@ from performance_tables import (
 )
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = ("prefill", "compress", "replay", "throughput")  # of benchmarks/; others are commands
 HEAD = """# Performance
 
 Measured by `benchmarks/gpu.sh`, made from `benchmarks/results/` by
@@ -190,16 +188,12 @@ def command(report: Report) -> str:
         names = ("batch", "tokens", "chunk")[: len(cases[0])]
         each = zip(names, zip(*cases, strict=True), strict=True)
         settings = {name: listed(values, ",") for name, values in each} | settings
-    name = report["benchmark"]
-    parts = [f"python benchmarks/bench_{name}.py" if name in SCRIPTS else f"kvfold bench {name}"]
-    shown = FLAGS.get(f"bench_{name}", "").split()
+    parts = [f"python benchmarks/bench_{report['benchmark']}.py"]
     for name, value in settings.items():
         if isinstance(value, list | tuple):
             value = listed(value, ",")
         if value not in (None, False):
-            short = report["benchmark"] in SCRIPTS or name in shown
-            word = f"--{name}" if short else f"--set {name}"
-            parts.append(word if value is True else f"{word}{' ' if short else '='}{value}")
+            parts.append(f"--{name}" if value is True else f"--{name} {value}")
     return " ".join(parts)
 
 
@@ -261,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     found = reports(options.results)
     if not found:
-        parser.error(f"{options.results} holds no file of `kvfold bench ... --json`")
+        parser.error(f"{options.results} holds no file of a benchmark")
     text = page(found, options.output.with_suffix(""))
     options.output.write_text(text, encoding="utf-8")
 

@@ -20,7 +20,7 @@ import triton
 from rich.console import Console
 from rich.table import Table
 
-from kvfold.bench.reference import check, decode_one
+from kvfold.bench.common import check_outputs
 from kvfold.bench.timing import Step, time_steps
 from kvfold.bench.variants import SHAPES, Variant
 from kvfold.bench.workload import Workload, build_workload
@@ -94,8 +94,7 @@ def step_of(work: Workload, tuning: Tuning) -> Step:
 
 
 def verify(work: Workload, step: Step) -> None:
-    scale = work.layout.spec.geometry.scaling
-    check("decode", step(0)[0], decode_one(work.q[0], work.pages(0), 0, scale, work.dv))
+    check_outputs("decode", step(0)[0], work.expected())
 
 
 def sweep(

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from kvfold.bench.baselines import Unavailable
-from kvfold.bench.reference import check
+from kvfold.bench.common import Unavailable, check_outputs
 from kvfold.bench.timing import Step
 from kvfold.bench.variants import DTYPE
 from kvfold.layout import Geometry
@@ -75,7 +74,7 @@ class Work:
             queries=self.queries[:1, at],
         )
         want, _ = few.attend(prefill_reference, 0)
-        check(name, out[0, :, at].flatten(0, 1), want[0].flatten(0, 1).float())
+        check_outputs(name, out[0, :, at].flatten(0, 1), want[0].flatten(0, 1).float())
 
 
 def build_work(

@@ -13,11 +13,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from kvfold.bench import synthetic_engine as served
-from kvfold.bench.decode import WARM, release, unfit
-from kvfold.bench.variants import SHAPES, VARIANTS, Variant, variant_layout
+from kvfold.bench.decode import WARM_UP, memory_shortage, release
+from kvfold.bench.variants import SHAPES, Variant, variant_layout
 from kvfold.engine.core.engine import Engine
 from kvfold.engine.requests.request import CacheParams
 from kvfold.ops.common import launch
+from lab.variants import VARIANTS
 
 POLICY = "kv-compress"
 RUNS = 3  # compressions that are timed, after one that is not
@@ -87,10 +88,10 @@ def measure(
     """The shares of a step without and with metrics, then a row for every `keep`; or why not.
     Raises what goes wrong on the way."""
     plain, tracked = VARIANTS[name], replace(VARIANTS[name], evict=2)
-    room = WARM + steps + PROFILED + 2
+    room = WARM_UP + steps + PROFILED + 2
     layout = variant_layout(SHAPES[shape], tracked)
     model = served.random_model(shape, plain, device)
-    if reason := unfit(served.pool_bytes(layout, batch, tokens + room), device):
+    if reason := memory_shortage(served.pool_bytes(layout, batch, tokens + room), device):
         yield reason
         return
     case = {"shape": shape, "variant": name, "batch": batch, "tokens": tokens}
@@ -125,7 +126,7 @@ def _step(
     device: torch.device,
 ) -> tuple[float, Shares | str]:
     """Milliseconds of a step, and its shares, or why there are none."""
-    for _ in range(WARM):
+    for _ in range(WARM_UP):
         served.step(engine)
     ms = median(_timed(lambda: served.step(engine), device) for _ in range(steps))
     try:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from kvfold.bench import common
-from kvfold.bench.baselines import Unavailable
-from kvfold.bench.common import Candidate, Found, check_names, measure, reason
+from kvfold.bench.common import Candidate, Candidates, Unavailable, check_names, measure, reason
 from kvfold.bench.timing import record
 from kvfold.bench.variants import SHAPES
 from lab.chunk import BASELINES, CUT, KEPT, Work, build_work, variant_step
@@ -18,7 +17,7 @@ SIZES = ("batch", "tokens", "chunk")  # of a case
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job(common.Job):
+class Job(common.KernelJob):
     """(B, S, T) of every case.
 
     A variant is a name of KEPT, alone or with `@zack` (ZACK §5.3: tiles of queries inversely to
@@ -82,7 +81,7 @@ def measure_case(
     return rows, [Skipped(name=name, **place, reason=why) for name, why in skipped]
 
 
-def _candidates(job: Job, case: tuple[int, ...], device: torch.device) -> Found:
+def _candidates(job: Job, case: tuple[int, ...], device: torch.device) -> Candidates:
     """All, checked; variants of like ranks share data."""
     works: dict[str, Work] = {}
     wanted = [(name, "baseline", "full") for name in job.baselines]

@@ -15,14 +15,15 @@ from typing import Any
 import torch
 
 from kvfold.bench import synthetic_engine as served
-from kvfold.bench.decode import unfit
-from kvfold.bench.variants import SHAPES, VARIANTS, variant_layout
+from kvfold.bench.decode import memory_shortage
+from kvfold.bench.variants import SHAPES, variant_layout
 from kvfold.cache.eviction.policy import Policy
 from kvfold.cache.eviction.scorers.rescoring import Rescoring
 from kvfold.engine.core.engine import default_chunk
 from kvfold.engine.requests.request import Batch, CacheParams, Request
 from kvfold.engine.runner.repair import QUERIES
 from kvfold.engine.runner.runner import ModelRunner
+from lab.variants import VARIANTS
 
 RUNS = 3  # that are timed, after one that is not
 
@@ -62,7 +63,7 @@ def measure(
 ) -> Iterator[Row | str]:
     """A row for every policy, or why not. Raises what goes wrong on the way."""
     plain, tracked = VARIANTS[name], replace(VARIANTS[name], evict=2)
-    if reason := unfit(
+    if reason := memory_shortage(
         served.pool_bytes(variant_layout(SHAPES[shape], tracked), 1, tokens), device
     ):
         yield reason

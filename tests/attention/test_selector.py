@@ -15,7 +15,7 @@ from kvfold import LLM, recipes
 from kvfold.attention.backend import Task
 from kvfold.attention.base import Columns, LayerAttention
 from kvfold.attention.selector import DECODE, PREFILL, BackendChoice, select, warn_of_fallback
-from kvfold.bench.variants import SHAPES, VARIANTS, variant_layout
+from kvfold.bench.variants import SHAPES, variant_layout
 from kvfold.calibration.statistics import Statistics
 from kvfold.compression.bases import builder_of
 from kvfold.compression.compressor import Prepared
@@ -36,6 +36,7 @@ from kvfold.models.families import family_of
 from kvfold.models.folded import layer_shapes
 from kvfold.models.kernels import fastest_layout, kernels_of, one_pass_summary
 from kvfold.ops.backend import GPU
+from lab.variants import VARIANTS
 from matrix import matrix
 from models import CONFIGS, llama_8b, tiny
 from steps import backends

@@ -4,7 +4,7 @@ import pytest
 
 from fit_step_time import coefficients
 from kvfold import recipes
-from kvfold.bench.variants import SHAPES, VARIANTS, variant_layout
+from kvfold.bench.variants import SHAPES, variant_layout
 from kvfold.compression.planning.default import even_spec
 from kvfold.compression.planning.step_time import (
     DEFAULT,
@@ -18,6 +18,7 @@ from kvfold.compression.planning.step_time import (
 from kvfold.config import LEVELS
 from kvfold.layout.pages import plain_spec
 from kvfold.models.families import family_of
+from lab.variants import VARIANTS
 from models import CONFIGS, llama_8b
 
 LLAMA = llama_8b(vocab_size=128256, max_position_embeddings=131072)
@@ -145,7 +146,7 @@ def test_a_step_is_stated_within_the_positions_of_a_model() -> None:
 
 @pytest.mark.slow
 def test_the_table_is_what_is_fitted(capsys: pytest.CaptureFixture[str]) -> None:
-    """By tools/fit_step_time.py, to the results that are there."""
+    """By benchmarks/fit_step_time.py, to the results that are there."""
     found, kept = coefficients(DEFAULT), tables()[DEFAULT]
     assert found.attention == pytest.approx(kept.attention, rel=0.01)
     assert (found.layer, found.sequence) == pytest.approx((kept.layer, kept.sequence), rel=0.01)

@@ -92,7 +92,7 @@ def test_the_command(tmp_path: Path, capsys) -> None:
     few = [rows[0]["requests"] for rows in (*beside.values(), found["rows"])]
     assert few == sorted(few) and few[0] < few[-1] / 3
     lines = [line.split("  ")[0] for line in out.splitlines() if " 2048 " in line]
-    assert lines == ["original", "original, --bits 8", "original, as asked"]
+    assert lines == ["original", "original, --bits 8", "original, these options"]
 
 
 def test_what_is_asked_about_stands_there_once(capsys) -> None:

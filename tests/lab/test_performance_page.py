@@ -100,7 +100,10 @@ def write_page(tmp_path, *found):
 def test_the_page_says_what_where_and_which_lost(tmp_path):
     text = write_page(tmp_path, report(ROWS))
     assert "## Decode attention, llama-3.1-8b, NVIDIA H200" in text and "`abcdef0123`" in text
-    assert "kvfold bench attention --batch 1,64 --tokens 1024,8192 --shape llama-3.1-8b" in text
+    assert (
+        "python benchmarks/bench_attention.py --batch 1,64 --tokens 1024,8192 --shape llama-3.1-8b"
+        in text
+    )
     assert "|  | 1 x 1024 | 64 x 8192 |" in text and "| `sdpa-cudnn` | 10.0 * | 10.0 * |" in text
     assert "| `bf16-half` | 20.0 0.50× | 5.5 **1.82×** |" in text
     assert "Slower than the fastest baseline: `bf16-half` 1 x 1024.\n" in text
@@ -167,7 +170,7 @@ def test_steps_and_first_tokens(tmp_path):
     assert "| `bf16-half` | 300 |" in text and "- `bf16-full` at 8 x 8192: its cache" in text
     assert "| OE: values mapped back beside W_O | 1 | 4096 | 330.4 | 300.4 | 10 % |" in text
     assert "| `bf16-half-online` | 330 |" not in text
-    assert "--batch 1,8 --tokens 4096,8192" in text and "--steps 12 --set prefill" in text
+    assert "--batch 1,8 --tokens 4096,8192" in text and "--steps 12 --prefill" in text
     old = made("decode", {"steps": 12}, rows[:1])
     assert "--batch 1 --tokens 4096 --variants bf16-half" in page_tool.command(old)
 

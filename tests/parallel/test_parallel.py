@@ -20,7 +20,7 @@ from torch import Tensor
 import kvfold
 from fold_cases import close, prepared
 from kvfold import recipes
-from kvfold.bench.variants import SHAPES, VARIANTS, Variant, variant_layout
+from kvfold.bench.variants import SHAPES, Variant, variant_layout
 from kvfold.hub.loading import load_tokenizer
 from kvfold.layout import CacheSpec, Latent, LayerSpec
 from kvfold.layout.pages import plain_spec
@@ -35,6 +35,7 @@ from kvfold.utils.errors import SettingError
 from kvfold.utils.text import packaged, running
 from kvfold.utils.tokens import windows
 from kvfold.utils.versions import cache_argument
+from lab.variants import VARIANTS
 from matrix import matrix
 from models import CONFIGS, tiny, tokens
 from ranks import Ranks

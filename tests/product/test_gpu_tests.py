@@ -13,9 +13,9 @@ DEVICE = re.compile(r"\bDEVICE\b|cuda\.is_available\(\)")  # tensors are on a GP
 
 
 def modules() -> dict[str, Path]:
-    """Files of operations and benchmarks by the name that they are imported by."""
+    """Files of operations by the name that they are imported by."""
     found = {}
-    for file in (*SOURCE.glob("ops/**/*.py"), *SOURCE.glob("bench/*.py")):
+    for file in SOURCE.glob("ops/**/*.py"):
         name = ".".join(("kvfold", *file.relative_to(SOURCE).with_suffix("").parts))
         found[name.removesuffix(".__init__")] = file
     return found

@@ -1,46 +1,66 @@
-"""Decode attention over one step of a batch: ours in several sizes, theirs on the whole cache.
+"""Times decode attention over one step of a batch: kvfold's kernels on compressed caches, and
+baselines on the uncompressed cache.
 
-A *case* is a batch of B sequences of T tokens each, on average; all that is timed in it takes
-turns. Baselines always have sequences of equal length, which is their best case.
+A *case* is a batch of B sequences of T tokens each. Everything in a case is timed in turns.
 """
 
 import gc
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from itertools import chain
 
 import torch
 
-from kvfold.bench import common
-from kvfold.bench.baselines import BASELINES, Unavailable, build_contiguous, full_bytes
-from kvfold.bench.ceiling import Ceiling
-from kvfold.bench.common import Candidate, Found, check_names, measure, reason
-from kvfold.bench.reference import attend, check
+from kvfold.bench.baselines import (
+    BASELINES,
+    BuildBaseline,
+    build_full_cache,
+    expected_outputs,
+    full_bytes,
+)
+from kvfold.bench.common import (
+    Candidate,
+    Candidates,
+    KernelJob,
+    Unavailable,
+    check_names,
+    check_outputs,
+    measure,
+    reason,
+)
 from kvfold.bench.timing import cold_bytes, record
-from kvfold.bench.variants import ROPE_BASES, SHAPES, VARIANTS
-from kvfold.bench.workload import Decode, build_workload, layer_bytes
+from kvfold.bench.variants import ROPE_BASES, SHAPES, VARIANTS, Variant
+from kvfold.bench.workload import Decode, Workload, build_workload, layer_bytes
 
-SHARE = 0.7  # of the free memory; the rest is for checks and work space
-HOST_BYTES = 1 << 30  # where free memory is not asked for
-DEFAULT = tuple(name for name, x in VARIANTS.items() if not (x.rebuilt or x.ablation))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job(common.Job):
-    """(B, T) of every case. Raises ValueError for names that do not exist and numbers below 1."""
-
-    def __post_init__(self) -> None:
-        check_names("variants", self.variants, VARIANTS)
-        self.check(("batch", "tokens"), BASELINES)
+MEMORY_SHARE = 0.7  # of the free memory; the rest is for checks and work space
+HOST_BYTES = 1 << 30  # budget on a CPU
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class Choices:
+    """What can be timed, by name, and how a cache of a variant is built."""
+
+    variants: Mapping[str, Variant] = field(default_factory=lambda: VARIANTS)
+    baselines: Mapping[str, BuildBaseline] = field(default_factory=lambda: BASELINES)
+    build: Callable[..., Workload] = build_workload
+
+    def check(self, job: KernelJob) -> None:
+        """Raises ValueError for unknown names, and for numbers below 1. A case is (B, T)."""
+        check_names("variants", job.variants, self.variants)
+        job.check(("batch", "tokens"), self.baselines)
+
+
+CHOICES = Choices()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionResult:
     """One variant or baseline (`kind`) in one case; times in microseconds a layer.
 
-    bytes: of a layer, that must be read: stored numbers and scales; distinct_layers: how many the
-    call went round; ceiling_fraction: of the pure read in the same run; fastest_baseline: of the
-    same case, None where none could run. Of rebuilt keys: rank, numbers that a key is made from;
-    tflops, what making them takes (2 d r a row and KV head) over the time.
+    bytes: that a layer must read: stored numbers and scales. distinct_layers: layers with data of
+    their own. fastest_baseline: of the same case, None where none could run. For keys that are
+    reconstructed: rank, numbers that a key is computed from; tflops, arithmetic of reconstruction
+    (2 d rank per token and KV head) over the time.
     """
 
     variant: str
@@ -55,7 +75,6 @@ class Row:
     repeat_us: float
     bytes: float
     tb_per_s: float
-    ceiling_fraction: float
     fastest_baseline: str | None
     fastest_baseline_us: float | None
     speedup_vs_fastest: float | None
@@ -64,8 +83,8 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Skipped:
-    """What was asked for and not timed."""
+class SkippedCase:
+    """What was requested and not timed."""
 
     name: str
     shape: str
@@ -75,105 +94,137 @@ class Skipped:
 
 
 def measure_case(
-    job: Job, batch: int, tokens: int, decode: Decode, ceiling: Ceiling, device: torch.device
-) -> tuple[list[Row], list[Skipped]]:
-    """Rows of one case. `decode` is called as `ops.decode.decode`. What does not run, does
-    not fit or is wrong is not timed, but named."""
+    job: KernelJob,
+    batch: int,
+    tokens: int,
+    decode: Decode,
+    device: torch.device,
+    choices: Choices = CHOICES,
+) -> tuple[list[AttentionResult], list[SkippedCase]]:
+    """Time one case. decode: called as `ops.decode.decode`. What does not run, does not fit into
+    memory or computes a wrong output is not timed, but reported."""
     budget = _budget(device) // (len(job.variants) + 1)
-    found = chain(
-        _baselines(job, batch, tokens, budget, device),
-        _variants(job, batch, tokens, budget, decode, device),
-    )
-    place = {"batch": batch, "tokens": tokens}
-    timed, skipped = measure(job, place, found, device)
-    rows = []
-    for x, row in timed:
-        rate = x.bytes / row["us"] / 1e6
-        rows.append(
-            Row(
-                **row,
-                distinct_layers=x.distinct_layers,
-                bytes=x.bytes,
-                tb_per_s=rate,
-                ceiling_fraction=rate / ceiling.read_tb_per_s,
-                rank=x.rank,
-                tflops=x.flops / row["us"] / 1e6 if x.flops else None,
-            )
+    case = _Case(job, batch, tokens, budget, device, choices)
+    sizes = {"batch": batch, "tokens": tokens}
+    timed, skipped = measure(job, sizes, chain(case.baselines(), case.variants(decode)), device)
+    results = [
+        AttentionResult(
+            **times,
+            distinct_layers=x.distinct_layers,
+            bytes=x.bytes,
+            tb_per_s=x.bytes / times["us"] / 1e6,
+            rank=x.rank,
+            tflops=x.flops / times["us"] / 1e6 if x.flops else None,
         )
-    return rows, [Skipped(name=x, shape=job.shape, **place, reason=why) for x, why in skipped]
+        for x, times in timed
+    ]
+    return results, [
+        SkippedCase(name=name, shape=job.shape, **sizes, reason=why) for name, why in skipped
+    ]
 
 
-def _baselines(job: Job, batch: int, tokens: int, budget: int, device: torch.device) -> Found:
-    """Every baseline that runs and is right, or why it does not."""
-    geometry = SHAPES[job.shape]
-    size = full_bytes(geometry, batch, tokens)
-    num_layers = _distinct(size, job.layers, budget, device)
-    if not num_layers:
-        yield from ((name, _too_large(size, budget)) for name in job.baselines)
-        return
-    try:
-        at = build_contiguous(
-            geometry, batch=batch, tokens=tokens, num_layers=num_layers, device=device
-        )
-    except RuntimeError as error:  # out of memory
-        yield from ((name, reason(error)) for name in job.baselines)
-        return
-    for name in job.baselines:
-        try:
-            built = BASELINES[name](at)
-            q = at.q[0].unflatten(0, (-1, at.per_kv))
-            heads = zip(q, built.k, built.v, strict=True)
-            expected = torch.cat([attend(*head, at.scale) for head in heads])
-            check(name, built.step(0)[0].reshape(expected.shape), expected)
-            record(built.step, 1, device)  # not all that runs can be captured
-            yield (
-                name,
-                Candidate(kind="baseline", step=built.step, bytes=size, distinct_layers=num_layers),
-            )
-        except Exception as error:  # whatever it is, the others run on
-            yield name, reason(error)
+@dataclass(frozen=True)
+class _Case:
+    """A case to build. budget: bytes for the cache of a single variant or baseline."""
 
+    job: KernelJob
+    batch: int
+    tokens: int
+    budget: int
+    device: torch.device
+    choices: Choices
 
-def _variants(
-    job: Job, batch: int, tokens: int, budget: int, decode: Decode, device: torch.device
-) -> Found:
-    """Every variant that fits, runs and is right, or why it does not."""
-    geometry = SHAPES[job.shape]
-    for name in job.variants:
-        variant = VARIANTS[name]
-        size = layer_bytes(geometry, variant, batch, tokens)
-        num_layers = _distinct(size, job.layers, budget, device)
+    def baselines(self) -> Candidates:
+        """Every baseline that runs and is right, or the reason why it does not."""
+        job, geometry = self.job, SHAPES[self.job.shape]
+        size = full_bytes(geometry, self.batch, self.tokens)
+        num_layers = self.distinct(size)
         if not num_layers:
-            yield name, _too_large(size, budget)
-            continue
+            yield from ((name, self.too_large(size)) for name in job.baselines)
+            return
         try:
-            work = build_workload(
+            cache = build_full_cache(
                 geometry,
-                variant,
-                batch=batch,
-                tokens=tokens,
+                batch=self.batch,
+                tokens=self.tokens,
                 num_layers=num_layers,
-                device=device,
-                rope_base=ROPE_BASES[job.shape],
+                device=self.device,
             )
-            if device.type == "cuda" and not work.has_kernel:
-                raise Unavailable("there is no kernel for these rows")
-            step = work.step(decode)
-            check(name, step(0)[0], work.expected())
-            record(step, 1, device)  # not all that runs can be captured
-            yield (
-                name,
-                Candidate(
-                    kind="variant",
-                    step=step,
-                    bytes=work.row_bytes,
-                    distinct_layers=num_layers,
-                    rank=work.rank,
-                    flops=work.flops,
-                ),
-            )
-        except Exception as error:  # as above
-            yield name, reason(error)
+        except RuntimeError as error:  # out of memory
+            yield from ((name, reason(error)) for name in job.baselines)
+            return
+        for name in job.baselines:
+            try:
+                baseline = self.choices.baselines[name](cache)
+                expected = expected_outputs(cache, baseline)
+                check_outputs(name, baseline.step(0)[0].reshape(expected.shape), expected)
+                record(baseline.step, 1, self.device)  # not all that runs can be captured
+                yield (
+                    name,
+                    Candidate(
+                        kind="baseline",
+                        step=baseline.step,
+                        bytes=size,
+                        distinct_layers=num_layers,
+                    ),
+                )
+            except Exception as error:  # the other baselines still run
+                yield name, reason(error)
+
+    def variants(self, decode: Decode) -> Candidates:
+        """Every variant that fits, runs and is right, or the reason why it does not."""
+        geometry = SHAPES[self.job.shape]
+        for name in self.job.variants:
+            variant = self.choices.variants[name]
+            size = layer_bytes(geometry, variant, self.batch, self.tokens)
+            num_layers = self.distinct(size)
+            if not num_layers:
+                yield name, self.too_large(size)
+                continue
+            try:
+                work = self.choices.build(
+                    geometry,
+                    variant,
+                    batch=self.batch,
+                    tokens=self.tokens,
+                    num_layers=num_layers,
+                    device=self.device,
+                    rope_base=ROPE_BASES[self.job.shape],
+                )
+                if self.device.type == "cuda" and not work.has_kernel:
+                    raise Unavailable("there is no kernel for these rows")
+                step = work.step(decode)
+                check_outputs(name, step(0)[0], work.expected())
+                record(step, 1, self.device)  # not all that runs can be captured
+                yield (
+                    name,
+                    Candidate(
+                        kind="variant",
+                        step=step,
+                        bytes=work.row_bytes,
+                        distinct_layers=num_layers,
+                        rank=work.rank,
+                        flops=work.flops,
+                    ),
+                )
+            except Exception as error:  # the other variants still run
+                yield name, reason(error)
+
+    def distinct(self, size: int) -> int:
+        return distinct_layers(size, self.job.layers, self.budget, self.device)
+
+    def too_large(self, size: int) -> str:
+        return (
+            f"a layer takes {size} bytes, its share of the memory is {self.budget}: name fewer"
+            " variants"
+        )
+
+
+def distinct_layers(size: int, layers: int, budget: int, device: torch.device) -> int:
+    """How many layers of `size` bytes get data of their own: all, or as many as fit. 0 where those
+    are too few to push each other out of the device's cache."""
+    fit = min(layers, budget // max(size, 1))
+    return fit if fit == layers or fit * size >= cold_bytes(device) else 0
 
 
 def _budget(device: torch.device) -> int:
@@ -182,15 +233,4 @@ def _budget(device: torch.device) -> int:
         return HOST_BYTES
     gc.collect()
     torch.cuda.empty_cache()
-    return int(SHARE * torch.cuda.mem_get_info(device)[0])
-
-
-def _distinct(size: int, layers: int, budget: int, device: torch.device) -> int:
-    """Layers of `size` bytes to go round: all, or as many as fit; 0 where those do not even fill
-    the device's cache so often that no layer is found in it again."""
-    fit = min(layers, budget // max(size, 1))
-    return fit if fit == layers or fit * size >= cold_bytes(device) else 0
-
-
-def _too_large(size: int, budget: int) -> str:
-    return f"a layer takes {size} bytes, its share of the memory is {budget}: name fewer variants"
+    return int(MEMORY_SHARE * torch.cuda.mem_get_info(device)[0])

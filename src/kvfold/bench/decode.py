@@ -1,4 +1,4 @@
-"""Time between tokens and time to first token of whole models on random weights.
+"""Measures time between tokens and time to first token of whole models with random weights.
 
 Shapes: B sequences of T tokens each.
 """
@@ -11,17 +11,21 @@ from statistics import median
 import numpy as np
 import torch
 
-from kvfold.bench.contenders import SPARE, Contender, Run
+from kvfold.bench.decoders import SPARE, Decoder, Run
 from kvfold.engine.runner.build import free_bytes
 
-WARM = 4  # steps that are not timed: they compile, and capture graphs
-RUNS, LONG = 5, 1.0  # prompts that are timed; two of them where one takes so many seconds
+WARM_UP = 4  # steps that are not timed: they compile, and capture graphs
+RUNS, LONG = 5, 1.0  # prompts that are timed; only two if one takes this many seconds
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """Milliseconds a step of `batch` sequences, of as many steps again (repeat_ms); bytes that the
-    cache holds, that the device allocated at most, and that weights and cache were to take."""
+class DecodeResult:
+    """Times of decode steps.
+
+    ms: median milliseconds of a step of `batch` sequences; repeat_ms: of a second set of as many
+    steps. cache_bytes: held by the cache. peak_bytes: the most that the device allocated.
+    predicted_bytes: of weights and cache, as computed before the run.
+    """
 
     shape: str
     variant: str
@@ -39,9 +43,10 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FirstToken:
-    """Milliseconds from a prompt to its first output (TTFT), of `runs` prompts one by one after one
-    that is not timed: median, fastest and slowest. chunk: tokens of a forward pass, None: all."""
+class FirstTokenResult:
+    """Milliseconds from a prompt to its first output token (TTFT): median, fastest and slowest of
+    `runs` prompts, one at a time, after one that is not counted. chunk: tokens of a forward pass,
+    None: all."""
 
     shape: str
     variant: str
@@ -56,23 +61,24 @@ class FirstToken:
 
 
 def measure_step(
-    of: Contender,
+    decoder: Decoder,
     shape: str,
     name: str,
     batch: int,
     tokens: int,
     steps: int,
     device: torch.device,
-) -> Row | str:
-    """Median over `steps` steps; or why it is not measured. Raises what goes wrong on the way."""
-    if reason := unfit(of.cache_bytes(batch, tokens + WARM + 2 * steps + 1), device):
+) -> DecodeResult | str:
+    """Time decode steps; or say why they are not measured. Raises the errors of the model."""
+    longest = tokens + WARM_UP + 2 * steps + 1
+    if reason := memory_shortage(decoder.cache_bytes(batch, longest), device):
         return reason
-    decoding = of.decoding(batch, tokens, WARM + 2 * steps)
-    _times(decoding.step, WARM)
+    decoding = decoder.decoding(batch, tokens, WARM_UP + 2 * steps)
+    _times(decoding.step, WARM_UP)
     first, again = (_times(decoding.step, steps) for _ in range(2))
     low, middle, high = np.percentile(first, (10, 50, 90)).tolist()
-    weights = sum(x.nbytes for x in of.model.parameters())
-    return Row(
+    weights = sum(x.nbytes for x in decoder.model.parameters())
+    return DecodeResult(
         shape=shape,
         variant=name,
         batch=batch,
@@ -84,26 +90,27 @@ def measure_step(
         tokens_per_s=1e3 * batch / middle,
         cache_bytes=decoding.cache_bytes,
         peak_bytes=_peak(device),
-        predicted_bytes=weights + of.cache_bytes(batch, tokens),
+        predicted_bytes=weights + decoder.cache_bytes(batch, tokens),
         graph=decoding.graph,
     )
 
 
 def measure_first(
-    of: Contender, shape: str, name: str, tokens: int, device: torch.device
-) -> FirstToken | str:
-    """Time of reading one prompt; or why it is not measured. Raises as `measure_step`."""
-    if reason := unfit(of.cache_bytes(1, tokens + 1), device):
+    decoder: Decoder, shape: str, name: str, tokens: int, device: torch.device
+) -> FirstTokenResult | str:
+    """Time the first token of a prompt; or say why it is not measured. Raises the errors of the
+    model."""
+    if reason := memory_shortage(decoder.cache_bytes(1, tokens + 1), device):
         return reason
-    run = of.first_token(tokens)
+    run = decoder.first_token(tokens)
     (once,) = _times(run, 1)
     times = _times(run, RUNS if once < 1e3 * LONG else 2)
     ms = median(times)
-    return FirstToken(
+    return FirstTokenResult(
         shape=shape,
         variant=name,
         tokens=tokens,
-        chunk=of.chunk,
+        chunk=decoder.chunk,
         ms=ms,
         ms_low=min(times),
         ms_high=max(times),
@@ -114,15 +121,15 @@ def measure_first(
 
 
 def release(device: torch.device) -> None:
-    """Give back what the last measurement held, and count the peak from here."""
+    """Free the memory of the last measurement, and start counting the peak again."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def unfit(size: int, device: torch.device) -> str | None:
-    """Why a cache of `size` bytes cannot be measured, if so."""
+def memory_shortage(size: int, device: torch.device) -> str | None:
+    """Why a cache of `size` bytes does not fit into memory; None where it does."""
     free = free_bytes(device)
     if size + SPARE <= free:
         return None
@@ -133,7 +140,7 @@ def unfit(size: int, device: torch.device) -> str | None:
 
 
 def _times(run: Run, count: int) -> list[float]:
-    """Milliseconds of every call. Each ends by reading tokens, so the device is done."""
+    """Milliseconds of `count` calls. Each ends by reading tokens, so the device is done."""
     times = []
     for _ in range(count):
         begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Pages of a cache that has been in service: lengths, tables in random order, random numbers.
+"""Fills the pages of a synthetic cache: block tables in random order, random numbers.
 
 Shapes: B sequences, G groups a layer, N layers, n pages of the longest sequence, M pages of a kind.
 """
@@ -11,32 +11,21 @@ from kvfold.layout.formats.integers import GAUSSIAN_STEP
 from kvfold.layout.pages import UNIT, CacheLayout
 from kvfold.ops.common.pages import PageClass, plan_pages
 
-TAIL, SPREAD, MOST = 1.5, 0.5, 8.0  # Pareto's exponent; log-normal's sigma; cut, in smallest/usual
 
-
-def draw_lengths(
-    variant: Variant, batch: int, tokens: int, layout: CacheLayout, seed: int
-) -> Tensor:
-    """Rows int64 [B, N G], on the host: `tokens` / `evict` on average."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = (batch, len(layout.groups))
-    if variant.lengths == "pareto":
-        uniform = torch.rand(batch, 1, generator=generator, dtype=torch.float64)
-        weights = (1 - uniform).pow(-1 / TAIL).clamp(max=MOST).expand(shape)
-    elif variant.lengths == "evicted":
-        normal = torch.randn(shape, generator=generator, dtype=torch.float64)
-        weights = (SPREAD * normal).exp().clamp(max=MOST)
-    else:
-        weights = torch.ones(shape, dtype=torch.float64)
-    most = tokens if variant.evict > 1 else None
-    rows = weights / weights.mean() * (tokens / variant.evict)
-    return rows.round().long().clamp(1, most)
+def equal_lengths(variant: Variant, batch: int, tokens: int, layout: CacheLayout) -> Tensor:
+    """Token entries int64 [B, N G], on the host: of every sequence and group as many."""
+    rows = max(1, round(tokens / variant.evict))
+    return torch.full((batch, len(layout.groups)), rows, dtype=torch.int64)
 
 
 def build_pages(
     layout: CacheLayout, rows: Tensor, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """The arena, filled, and tables that take its pages in random order."""
+    """An arena filled with random numbers, and block tables that use its pages in random order.
+
+    rows [B, N G]: token entries of every sequence and group, on the host. Returns the arena (uint8)
+    and the tables (int32 [B, N G, n], in units of UNIT bytes).
+    """
     device = generator.device
     owned_pages = -(-rows // layout.page)
     units = torch.tensor([group.layout.page_units for group in layout.groups])
@@ -53,9 +42,9 @@ def build_pages(
             mine = owned[:, groups]
             order = torch.randperm(int(mine.sum()), generator=generator, device=device)
             size = kind.layout.page_units
-            found = torch.zeros_like(mine, dtype=torch.int32)
-            found[mine] = (start + order * size).int()
-            tables[:, groups] = found
+            offsets = torch.zeros_like(mine, dtype=torch.int32)
+            offsets[mine] = (start + order * size).int()
+            tables[:, groups] = offsets
             pages = arena[start * UNIT : (start + len(order) * size) * UNIT]
             index = torch.empty_like(order)
             index[order] = number.expand_as(mine)[mine]
@@ -66,14 +55,15 @@ def build_pages(
 
 
 def _fill(pages: Tensor, kind: PageClass, index: Tensor, generator: torch.Generator) -> None:
-    """Write uint8 pages [M, page_bytes]; index int64 [M]: a page's place in its sequence."""
+    """Write random numbers into uint8 pages [M, page_bytes]. index int64 [M]: each page's position
+    among the pages of its sequence."""
     steps, blocks = [], kind.layout.blocks
     for segment, codes in zip(kind.layout.segments, blocks.codes, strict=True):
         if segment.quantized:
             kind.block(pages, codes, torch.uint8).random_(generator=generator)
-            # An fp8 scale stands for so much less (see `integers.scale_of`).
-            held = 2**segment.bits if kind.layout.scale == 1 else 1
-            steps.append(GAUSSIAN_STEP[segment.bits] * held)
+            # Scales stored in fp8 are larger by this factor (see `integers.scale_of`).
+            factor = 2**segment.bits if kind.layout.scale == 1 else 1
+            steps.append(GAUSSIAN_STEP[segment.bits] * factor)
         else:
             kind.block(pages, codes, DTYPE).normal_(generator=generator)
     if steps:

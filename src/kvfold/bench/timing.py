@@ -1,7 +1,7 @@
-"""Times of callables on a device, taken in rounds in which each runs once.
+"""Times functions on a device in rounds; each function runs once a round.
 
-A *step* is a function of a layer's number; a *call* is one pass over `layers` layers, on CUDA one
-replay of a graph, so that the host's own time is not in it. Times are microseconds a layer.
+A *step* is a function of a layer's number. A *call* runs a step for `layers` layers; on CUDA it
+replays a graph, so that the host's time is not included. Times are microseconds a layer.
 """
 
 import time
@@ -16,13 +16,14 @@ from torch import Tensor
 Step = Callable[[int], Any]
 Call = Callable[[], object]
 
-COLD = 5  # caches' worth of bytes that lie between two reads of the same ones
-WARM_UP = 3  # rounds that are not counted: clocks rise
+COLD = 5  # times the size of the L2 cache is read between two reads of the same bytes
+WARM_UP = 3  # rounds that are not counted, while clock rates rise
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """us: median over rounds; p10 and p90 of the same; repeat_us: median of as many rounds more."""
+    """Microseconds a layer: median, 10th and 90th percentile over the rounds. repeat_us: median of
+    more rounds."""
 
     us: float
     us_p10: float
@@ -33,10 +34,10 @@ class Timing:
 def time_steps(
     steps: Mapping[str, Step], *, layers: int, rounds: int, device: torch.device
 ) -> dict[str, Timing]:
-    """Time every step over `layers` layers, `rounds` times and once more as many.
+    """Time every step over `layers` layers in two sets of `rounds` rounds.
 
-    The steps take turns, so that what else the machine does hits all alike, and each turn begins
-    with a cache that holds none of their data.
+    The steps take turns, so that other work of the machine affects all of them alike. Before each
+    call the device's cache is flushed.
     """
     calls = {name: record(step, layers, device) for name, step in steps.items()}
     flush = _flush(device)
@@ -52,8 +53,8 @@ def time_steps(
 
 
 def record(step: Step, layers: int, device: torch.device) -> Call:
-    """A call of `step` for every layer, which has run once: compiled, planned and, on CUDA,
-    captured as a graph."""
+    """Run `step` once for every layer, and return a call that repeats it: compiled, planned and, on
+    CUDA, captured as a graph."""
 
     def call() -> None:
         for layer in range(layers):
@@ -74,40 +75,41 @@ def record(step: Step, layers: int, device: torch.device) -> Call:
 
 
 def cold_bytes(device: torch.device) -> int:
-    """Bytes to read for the device's cache to hold nothing else; 0 where it is not known."""
+    """Bytes to read so that the device's cache holds nothing else; 0 where its size is unknown."""
     if device.type != "cuda":
         return 0
     return COLD * int(torch.cuda.get_device_properties(device).L2_cache_size)
 
 
 def _flush(device: torch.device) -> Call:
-    """A call that fills the cache by reading: what was written would have to be written back."""
-    other: Tensor = torch.zeros(cold_bytes(device) // 8, dtype=torch.int64, device=device)
-    return other.sum
+    """A call that fills the device's cache by reading: written bytes would be written back later,
+    while something is timed."""
+    filler: Tensor = torch.zeros(cold_bytes(device) // 8, dtype=torch.int64, device=device)
+    return filler.sum
 
 
 def _samples(
     calls: Mapping[str, Call], rounds: int, flush: Call, device: torch.device
 ) -> np.ndarray:
-    """Microseconds of every call [rounds, calls]. The order turns by one every round."""
+    """Microseconds of every call [rounds, calls]. The order rotates by one every round."""
     names = list(calls)
-    found = np.empty((rounds, len(names)))
+    samples = np.empty((rounds, len(names)))
     for i in range(rounds):
         waits = {}
         for name in names[i % len(names) :] + names[: i % len(names)]:
             flush()
             waits[name] = _start(calls[name], device)
-        found[i] = [waits[name]() for name in names]
-    return found
+        samples[i] = [waits[name]() for name in names]
+    return samples
 
 
 def _start(call: Call, device: torch.device) -> Callable[[], float]:
-    """Begin `call`; what is returned waits for its end and gives its microseconds."""
+    """Start `call`. Returns a function that waits for its end and returns its microseconds."""
     if device.type != "cuda":
         begin = time.perf_counter()
         call()
-        passed = 1e6 * (time.perf_counter() - begin)
-        return lambda: passed
+        elapsed = 1e6 * (time.perf_counter() - begin)
+        return lambda: elapsed
     before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     before.record()
     call()

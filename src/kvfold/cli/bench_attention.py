@@ -1,9 +1,9 @@
-"""kvfold bench attention: one decode step's attention, ours and others', in a table and as JSON."""
+"""kvfold bench attention: times attention of one decode step, as a table and JSON."""
 
-import dataclasses
 from collections.abc import Sequence
 from itertools import product
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -13,8 +13,7 @@ from kvfold.cli import common
 from kvfold.cli.options import parse_list
 
 if TYPE_CHECKING:
-    from kvfold.bench.attention import Row, Skipped
-    from kvfold.bench.ceiling import Ceiling
+    from kvfold.bench.attention import AttentionResult, Choices, SkippedCase
 
 
 def attention(
@@ -28,82 +27,138 @@ def attention(
     rounds: shared.Rounds = 30,
     json: shared.Output = None,
 ) -> None:
-    """Time one decode step's attention on random paged caches, beside the fastest bf16 baseline.
+    """Time the attention of one decode step on random caches, beside PyTorch's on an uncompressed
+    cache.
 
-    Every kernel is checked against attention written out before it is timed. All that is timed
-    takes turns in one process; times are medians, in microseconds a layer.
+    The output of every kernel is checked before it is timed. Kernels take turns; times are medians
+    in microseconds a layer.
 
     Parameters
     ----------
     variants
-        Names separated by commas, such as bf16-half,lean-35; by default those without rebuilt keys.
+        Caches to time, separated by commas: bf16-full (uncompressed), bf16-half (half of the
+        dimensions), int8-full, int8-half, int4-full, int4-half, swift-4x, swift-5x, lean-6x,
+        lean-8x, small-6x, small-14x (a recipe at --factor). By default those whose keys need no
+        reconstruction: the first eight.
     baselines
-        Names separated by commas, such as sdpa-cudnn,flashinfer; by default all.
+        sdpa-flash or sdpa-cudnn, separated by commas; by default both.
     layers
-        Layers a call, each with its own cache where memory allows.
+        Layers a call, each with its own cache if memory allows.
     """
+
+    time_attention(
+        Benchmark(),
+        shape=shape,
+        batch=batch,
+        tokens=tokens,
+        variants=variants,
+        baselines=baselines,
+        layers=layers,
+        rounds=rounds,
+        json=json,
+    )
+
+
+class Benchmark:
+    """What `time_attention` times, and how it reports. A benchmark with more to choose from is a
+    subclass."""
+
+    def choices(self) -> "Choices":
+        """What can be named."""
+        from kvfold.bench.attention import CHOICES
+
+        return CHOICES
+
+    def default(self, choices: "Choices") -> Sequence[str]:
+        """The variants to time if none are named: those that reconstruct no keys."""
+        return [name for name, x in choices.variants.items() if not x.rebuilt]
+
+    def begin(self, device: Any, rounds: int) -> dict[str, Any]:
+        """Called after the checks of the options. Returns more entries of the JSON file."""
+        return {"versions": shared.versions(device)}
+
+    def result(self, result: "AttentionResult") -> "AttentionResult":
+        """A result as it is written and shown."""
+        return result
+
+    def show(self, results: "Sequence[AttentionResult]", skipped: "Sequence[SkippedCase]") -> None:
+        """Print a table for every case, and what was not timed."""
+        for batch, tokens in dict.fromkeys((x.batch, x.tokens) for x in results):
+            case = [x for x in results if (x.batch, x.tokens) == (batch, tokens)]
+            print(f"\n{case[0].shape}, {batch} x {tokens} tokens (* fastest baseline):")
+            Console().print(self.table(case))
+        self.show_skipped(skipped)
+
+    def show_skipped(self, skipped: "Sequence[SkippedCase]") -> None:
+        cases: dict[tuple[str, str], list[str]] = {}
+        for x in skipped:
+            cases.setdefault((x.name, x.reason), []).append(f"{x.batch} x {x.tokens}")
+        for (name, reason), where in cases.items():
+            print(f"{name} at {', '.join(where)} not timed: {reason}")
+
+    def table(self, results: "Sequence[AttentionResult]") -> Table:
+        """The results of one case; times in microseconds a layer, speed relative to the fastest
+        baseline."""
+        table = shared.empty_table("cache", "us", "p10-p90", "again", "MB", "TB/s", "speed")
+        for x in results:
+            speedup = x.speedup_vs_fastest
+            table.add_row(
+                x.variant + " *" * (x.variant == x.fastest_baseline),
+                f"{x.us:.4g}",
+                f"{x.us_p10:.4g}-{x.us_p90:.4g}",
+                f"{x.repeat_us:.4g}",
+                f"{x.bytes / 1e6:.4g}",
+                f"{x.tb_per_s:.2f}",
+                "–" if speedup is None else f"{speedup:.2f}x",
+            )
+        return table
+
+
+def time_attention(
+    benchmark: Benchmark,
+    *,
+    shape: str,
+    batch: str,
+    tokens: str,
+    variants: str | None,
+    baselines: str | None,
+    layers: int,
+    rounds: int,
+    json: Path | None,
+) -> None:
+    """Run a benchmark with the command's options. Raises ValueError for options that are not
+    legal."""
     cases = product(parse_list(batch, "--batch", int), parse_list(tokens, "--tokens", int))
     common.check_outputs(json=json)
     import torch
 
     from kvfold.bench import attention as bench
-    from kvfold.bench.ceiling import measure_ceiling
     from kvfold.hub.loading import default_device
 
-    job = bench.Job(
+    choices = benchmark.choices()
+    job = bench.KernelJob(
         shape=shape,
-        variants=shared.names(variants, "--variants", bench.DEFAULT),
-        baselines=shared.names(baselines, "--baselines", bench.BASELINES),
+        variants=shared.names(variants, "--variants", benchmark.default(choices)),
+        baselines=shared.names(baselines, "--baselines", choices.baselines),
         layers=layers,
         rounds=rounds,
         cases=tuple(cases),
     )
+    choices.check(job)
     from kvfold.ops.decode import decode
 
     device = torch.device(default_device())
-    ceiling = measure_ceiling(device, rounds)
+
+    def measure(case: tuple[int, int]) -> tuple[list[Any], list[Any]]:
+        results, skipped = bench.measure_case(job, *case, decode, device, choices)
+        return [benchmark.result(x) for x in results], skipped
+
     shared.measure_cases(
         "attention",
         job,
-        lambda case: bench.measure_case(job, case[0], case[1], decode, ceiling, device),
-        lambda rows, skipped: print_rows(rows, skipped, ceiling),
+        measure,
+        benchmark.show,
         json=json,
         label=f"{shape}, B x T",
-        versions={**shared.versions(device), "flashinfer": shared.installed("flashinfer-python")},
-        ceiling=dataclasses.asdict(ceiling),
+        **benchmark.begin(device, rounds),
     )
-
-
-def print_rows(rows: "Sequence[Row]", skipped: "Sequence[Skipped]", ceiling: "Ceiling") -> None:
-    """Print what has been measured, if anything, and what has not."""
-    for batch, tokens in dict.fromkeys((row.batch, row.tokens) for row in rows):
-        own = [row for row in rows if (row.batch, row.tokens) == (batch, tokens)]
-        print(f"\n{own[0].shape}, {batch} x {tokens} tokens (* fastest baseline):")
-        Console().print(table(own))
-    if rows:
-        read, copy = ceiling.read_tb_per_s, ceiling.copy_tb_per_s
-        print(f"\nceiling: {read:.3g} TB/s read ({ceiling.read_by}), {copy:.3g} TB/s copied")
-    missing: dict[tuple[str, str], list[str]] = {}
-    for x in skipped:
-        missing.setdefault((x.name, x.reason), []).append(f"{x.batch} x {x.tokens}")
-    for (name, reason), where in missing.items():
-        print(f"{name} at {', '.join(where)} not timed: {reason}")
-
-
-def table(rows: "Sequence[Row]") -> Table:
-    """One line a row of one case; times in microseconds a layer, speed-up in times."""
-    columns = "us", "p10-p90", "again", "MB", "TB/s", "ceiling", "times"
-    found = shared.empty_table("cache", *columns)
-    for row in rows:
-        speedup = row.speedup_vs_fastest
-        found.add_row(
-            row.variant + " *" * (row.variant == row.fastest_baseline),
-            f"{row.us:.4g}",
-            f"{row.us_p10:.4g}-{row.us_p90:.4g}",
-            f"{row.repeat_us:.4g}",
-            f"{row.bytes / 1e6:.4g}",
-            f"{row.tb_per_s:.2f}",
-            f"{100 * row.ceiling_fraction:.0f} %",
-            "–" if speedup is None else f"{speedup:.2f}",
-        )
-    return found

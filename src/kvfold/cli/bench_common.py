@@ -1,4 +1,4 @@
-"""Common parts of the commands of `kvfold bench`."""
+"""Shared parts of the commands of `kvfold bench`."""
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -17,48 +17,49 @@ from kvfold.utils.files import write_json
 Shape = Annotated[
     str,
     Parameter(
-        help="llama-3.1-8b, llama-3.1-70b, llama-2-7b, llama-2-7b-norope, qwen2.5-1.5b or tiny."
+        help="Shape of the model: llama-3.1-8b, llama-3.1-70b, llama-2-7b, llama-2-7b-norope,"
+        " qwen2.5-1.5b or tiny."
     ),
 ]
 ServedShape = Annotated[
-    str, Parameter(help="llama-3.1-8b, llama-3.1-70b, llama-2-7b, qwen2.5-1.5b or tiny.")
-]
-RANDOM = "random:"  # before the name of a shape, in place of a model
-Served = Annotated[
     str,
     Parameter(
-        help="A model as elsewhere, or random: before a shape of bench decode, such as random:tiny."
+        help="Shape of the model: llama-3.1-8b, llama-3.1-70b, llama-2-7b, qwen2.5-1.5b or tiny."
     ),
 ]
-Batches = Annotated[str, Parameter(help="Numbers of sequences, separated by commas.")]
+RANDOM = "random:"  # before the name of a shape, in place of a model
+Batches = Annotated[str, Parameter(help="Sequences in a batch; several numbers with commas.")]
 Lengths = Annotated[
     str,
     Parameter(
-        help="Tokens of a sequence, separated by commas; every batch is timed with every one."
+        help="Tokens of a sequence; several numbers with commas. Every batch is timed with every"
+        " length."
     ),
 ]
-Rounds = Annotated[int, Parameter(help="Calls of each, then as many again.")]
-Output = Annotated[Path | None, Parameter(help="File for the results; written as they come.")]
+Rounds = Annotated[int, Parameter(help="Times that each is called, in two sets.")]
+Output = Annotated[
+    Path | None, Parameter(help="File for the results as JSON; it is written as they come.")
+]
 
 
 def names(text: str | None, option: str, default: Iterable[str]) -> tuple[str, ...]:
-    """Of an option, `default` where it is not given."""
+    """The names in an option's text; `default` for None."""
     return tuple(default) if text is None else tuple(parse_list(text, option, str))
 
 
 def check_names(option: str, names: Sequence[str], legal: Sequence[str] | dict[str, Any]) -> None:
-    """Raises ValueError for a name that is not legal."""
+    """Raises ValueError for an unknown name."""
     if unknown := [name for name in names if name not in legal]:
         raise ValueError(f"{option}: {unknown[0]!r} is none of {', '.join(legal)}")
 
 
 def versions(device: Any) -> dict[str, str | None]:
-    """Versions it was made with, kernels included."""
+    """Versions of everything that decides the results, compilers of kernels included."""
     return {**common.versions(device), "triton": installed("triton")}
 
 
 def installed(package: str) -> str | None:
-    """Its version."""
+    """The version of a distribution; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -66,21 +67,21 @@ def installed(package: str) -> str | None:
 
 
 def empty_table(first: str, *rest: str) -> Table:
-    """Its first column is text, the rest numbers."""
-    found = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
-    found.add_column(first, no_wrap=True)
+    """A table with a text column, followed by columns of numbers."""
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column(first, no_wrap=True)
     for name in rest:
-        found.add_column(name, justify="right", no_wrap=True)
-    return found
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
 
 
 def say(line: str) -> None:
-    """Progress, for a log."""
+    """Print a line of progress to stderr."""
     print(line, file=sys.stderr, flush=True)
 
 
 class Results:
-    """Results of a benchmark, by kind; its file, if there is one, is written after each."""
+    """The results of a benchmark, by kind. Its file, if any, is written after every result."""
 
     def __init__(
         self,
@@ -91,18 +92,18 @@ class Results:
         kinds: Sequence[str],
         **more: Any,
     ) -> None:
-        self.path, self.found = path, {kind: list[Any]() for kind in kinds}
-        self.about = {"benchmark": benchmark, "settings": settings, "versions": versions, **more}
+        self.path, self.by_kind = path, {kind: list[Any]() for kind in kinds}
+        self.metadata = {"benchmark": benchmark, "settings": settings, "versions": versions, **more}
 
-    def add(self, kind: str, *found: Any) -> None:
-        """found: dictionaries or dataclasses."""
-        self.found[kind] += found
+    def add(self, kind: str, *results: Any) -> None:
+        """Add dictionaries or dataclasses."""
+        self.by_kind[kind] += results
         if self.path is not None:
             plain = {
                 kind: [x if isinstance(x, dict) else asdict(x) for x in items]
-                for kind, items in self.found.items()
+                for kind, items in self.by_kind.items()
             }
-            write_json(self.path, self.about | plain)
+            write_json(self.path, self.metadata | plain)
 
 
 def measure_cases(
@@ -116,15 +117,16 @@ def measure_cases(
     versions: dict[str, str | None],
     **more: Any,
 ) -> None:
-    """Rows and what was skipped of a job's cases, written after each and shown in the end."""
+    """Measure all cases of a job: results and what was skipped are written after every case, and
+    shown at the end."""
     kinds = ("rows", "skipped")
     results = Results(json, benchmark, asdict(job), versions, kinds, **more)
     try:
         with common.progress() as progress:
             for done, case in enumerate(job.cases, start=1):
-                for kind, found in zip(kinds, measure(case), strict=True):
-                    results.add(kind, *found)
+                for kind, measured in zip(kinds, measure(case), strict=True):
+                    results.add(kind, *measured)
                 if progress is not None:
                     progress(label, done, len(job.cases))
     finally:
-        show(*results.found.values())
+        show(*results.by_kind.values())

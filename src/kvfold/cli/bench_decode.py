@@ -1,8 +1,9 @@
-"""kvfold bench decode: time between tokens and to the first one, in tables and as JSON."""
+"""kvfold bench decode: times decode steps and first tokens of whole models, as tables and JSON."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -14,10 +15,14 @@ from kvfold.cli.bench_common import Results, check_names, empty_table, say, vers
 from kvfold.cli.options import parse_list
 
 if TYPE_CHECKING:
-    from kvfold.bench.decode import FirstToken, Row
+    from kvfold.bench.decode import DecodeResult, FirstTokenResult
+    from kvfold.bench.decoders import Decoder
 
-WIDTH = 120  # of tables in a log
+    BuildDecoder = Callable[[str, str, Any], Decoder]
+
+TABLE_WIDTH = 120  # characters, where the output is no terminal
 GB = ("cache GB", "peak GB", "predicted GB")
+DEFAULT = "transformers,bf16-full,bf16-half,int8-half,int4-half"
 
 
 def decode(
@@ -25,34 +30,65 @@ def decode(
     shape: shared.ServedShape = "llama-3.1-8b",
     batch: shared.Batches = "1,8,64",
     tokens: shared.Lengths = "8192",
-    variants: str = "transformers,bf16-full,bf16-half,int8-half,int4-half",
+    variants: str = DEFAULT,
     steps: int = 20,
     prefill: bool = False,
     json: shared.Output = None,
 ) -> None:
-    """Time an engine's steps on random weights, its cache filled as if prompts had been read.
+    """Time decode steps of a whole model with random weights, with a cache that is already full.
 
-    What does not fit into the memory, or fails, is named with its reason; the rest goes on.
+    What fails or does not fit into memory is reported with its reason; the other cases still run.
 
     Parameters
     ----------
     variants
-        Names separated by commas: transformers (its dynamic cache, SDPA), transformers-static (its
-        static one, as a CUDA graph), or as in bench attention.
+        Caches to time, separated by commas: transformers (its dynamic cache, with SDPA), or those
+        of bench attention.
     steps
-        Steps that are timed, and as many again, after four that are not.
+        Steps to time, and as many again, after four that are not timed.
     prefill
-        Time the first token of one prompt of every length too.
+        Also time the first token of one prompt of every length.
     """
+
+    def load() -> "tuple[Sequence[str], BuildDecoder]":
+        from kvfold.bench import decoders
+
+        return decoders.NAMES, decoders.build_decoder
+
+    time_decoding(
+        load,
+        shape=shape,
+        batch=batch,
+        tokens=tokens,
+        variants=variants,
+        steps=steps,
+        prefill=prefill,
+        json=json,
+    )
+
+
+def time_decoding(
+    load: "Callable[[], tuple[Sequence[str], BuildDecoder]]",
+    *,
+    shape: str,
+    batch: str,
+    tokens: str,
+    variants: str,
+    steps: int,
+    prefill: bool,
+    json: Path | None,
+) -> None:
+    """Run a benchmark of the decoders that `load` names and builds, with the command's options."""
     common.check_outputs(json=json)
     import torch
 
-    from kvfold.bench import contenders
+    from kvfold.bench.synthetic_engine import WIDTHS
     from kvfold.hub.loading import default_device
 
+    legal, build = load()
     names = parse_list(variants, "--variants", str)
-    check_names("--variants", names, contenders.NAMES)
-    check_names("--shape", [shape], contenders.served.WIDTHS)
+    check_names("--variants", names, legal)
+    check_names("--shape", [shape], WIDTHS)
     if steps < 2:
         raise ValueError(f"--steps must be at least 2, got {steps}")
     batches, lengths = (
@@ -68,81 +104,81 @@ def decode(
     results = Results(json, "decode", settings, versions(device), kinds)
     try:
         for name in names:
-            measure(results, name, device)
+            measure(results, name, device, build)
     finally:
-        print_results(results.found)
+        print_results(results.by_kind)
 
 
-def measure(results: Results, name: str, device: Any) -> None:
-    """All batches and lengths of one contender, whose model is built once."""
+def measure(results: Results, name: str, device: Any, build: "BuildDecoder") -> None:
+    """Time one decoder at all batches and lengths. Its model is built once."""
     from kvfold.bench import decode as bench
     from kvfold.bench.common import reason
-    from kvfold.bench.contenders import contender
 
-    asked = results.about["settings"]
-    shape, steps = asked["shape"], asked["steps"]
+    settings = results.metadata["settings"]
+    shape, steps = settings["shape"], settings["steps"]
     bench.release(device)
     try:
-        of = contender(shape, name, device)
-    except Exception as error:  # whatever it is, the others run on
+        decoder = build(shape, name, device)
+    except Exception as error:  # the other decoders still run
         skip(results, name, "all", "all", reason(error))
         return
-    for tokens, batch in product(asked["tokens"], [*asked["batch"], *[None] * asked["prefill"]]):
-        found: Row | FirstToken | str
+    batches = [*settings["batch"], *[None] * settings["prefill"]]  # None: a first token
+    for tokens, batch in product(settings["tokens"], batches):
+        result: DecodeResult | FirstTokenResult | str
         try:
             bench.release(device)
             if batch is None:
-                found = bench.measure_first(of, shape, name, tokens, device)
+                result = bench.measure_first(decoder, shape, name, tokens, device)
             else:
-                found = bench.measure_step(of, shape, name, batch, tokens, steps, device)
-        except Exception as error:  # as above
-            found = reason(error)
-        if isinstance(found, str):
-            skip(results, name, "first token" if batch is None else batch, tokens, found)
+                result = bench.measure_step(decoder, shape, name, batch, tokens, steps, device)
+        except Exception as error:  # the other cases still run
+            result = reason(error)
+        if isinstance(result, str):
+            skip(results, name, "first token" if batch is None else batch, tokens, result)
         else:
             what = "to the first token" if batch is None else f"a step of {batch}"
-            say(f"{name}, {tokens} tokens: {found.ms:.2f} ms {what}")
-            results.add("first_tokens" if batch is None else "rows", found)
+            say(f"{name}, {tokens} tokens: {result.ms:.2f} ms {what}")
+            results.add("first_tokens" if batch is None else "rows", result)
 
 
 def skip(results: Results, name: str, batch: int | str, tokens: int | str, reason: str) -> None:
+    """Report a case that is not timed."""
     say(f"{name} at {batch} x {tokens}: {reason}")
     case = {"variant": name, "batch": batch, "tokens": tokens, "reason": reason}
     results.add("skipped", case)
 
 
-def print_results(found: dict[str, list[Any]]) -> None:
-    """Print what has been measured, and what has not."""
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    console.print(table(found["rows"]))
-    if found["first_tokens"]:
-        console.print(first_table(found["first_tokens"]))
-    for case in found["skipped"]:
+def print_results(results: dict[str, list[Any]]) -> None:
+    """Print what was measured, and what was not."""
+    console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
+    console.print(step_table(results["rows"]))
+    if results["first_tokens"]:
+        console.print(first_token_table(results["first_tokens"]))
+    for case in results["skipped"]:
         print(f"{case['variant']} at {case['batch']} x {case['tokens']}: {case['reason']}")
 
 
-def table(rows: "Sequence[Row]") -> Table:
-    """One line a row; bytes in GB."""
-    found = empty_table("cache", "B x T", "ms", "p10-p90", "again", "tokens/s", *GB)
-    for row in rows:
-        found.add_row(
-            row.variant,
-            f"{row.batch} x {row.tokens}",
-            f"{row.ms:.2f}",
-            f"{row.ms_p10:.2f}-{row.ms_p90:.2f}",
-            f"{row.repeat_ms:.2f}",
-            f"{row.tokens_per_s:.0f}",
-            *(f"{x / 1e9:.2f}" for x in (row.cache_bytes, row.peak_bytes, row.predicted_bytes)),
+def step_table(results: "Sequence[DecodeResult]") -> Table:
+    """Times of decode steps."""
+    table = empty_table("cache", "B x T", "ms", "p10-p90", "again", "tokens/s", *GB)
+    for x in results:
+        table.add_row(
+            x.variant,
+            f"{x.batch} x {x.tokens}",
+            f"{x.ms:.2f}",
+            f"{x.ms_p10:.2f}-{x.ms_p90:.2f}",
+            f"{x.repeat_ms:.2f}",
+            f"{x.tokens_per_s:.0f}",
+            *(f"{size / 1e9:.2f}" for size in (x.cache_bytes, x.peak_bytes, x.predicted_bytes)),
         )
-    return found
+    return table
 
 
-def first_table(rows: "Sequence[FirstToken]") -> Table:
-    """One line a prompt length."""
-    found = empty_table("cache", "T", "chunk", "ms to the first token", "low-high", "tokens/s")
-    for row in rows:
-        low_high = f"{row.ms_low:.1f}-{row.ms_high:.1f}"
-        chunk = "all" if row.chunk is None else str(row.chunk)
-        numbers = f"{row.ms:.1f}", low_high, f"{row.tokens_per_s:.0f}"
-        found.add_row(row.variant, str(row.tokens), chunk, *numbers)
-    return found
+def first_token_table(results: "Sequence[FirstTokenResult]") -> Table:
+    """Times to the first token."""
+    table = empty_table("cache", "T", "chunk", "ms to the first token", "low-high", "tokens/s")
+    for x in results:
+        chunk = "all" if x.chunk is None else str(x.chunk)
+        numbers = f"{x.ms:.1f}", f"{x.ms_low:.1f}-{x.ms_high:.1f}", f"{x.tokens_per_s:.0f}"
+        table.add_row(x.variant, str(x.tokens), chunk, *numbers)
+    return table

@@ -128,7 +128,7 @@ def serve(
     try:
         asyncio.run(run.measure(results))
     finally:
-        if rows := results.found["rows"]:
+        if rows := results.by_kind["rows"]:
             show(rows, limits.bounds)
             for other in others:
                 print(compared(results, other))
@@ -136,7 +136,7 @@ def serve(
         with writing(plot), new_file(plot) as scratch:
             from kvfold.bench.serve_plots import write_figure
 
-            write_figure(scratch, [results.about | results.found, *others])
+            write_figure(scratch, [results.metadata | results.by_kind, *others])
 
 
 def check_outputs(json: Path | None, plot: Path | None) -> None:
@@ -238,7 +238,7 @@ class Run:
             plain=asked.plain,
         )
         async with connected(server) as client:
-            about = results.about["settings"]
+            about = results.metadata["settings"]
             about["label"] = about["label"] or client.model.name
             about["model"] = client.model.name
             prompts = await self.prompts(client)
@@ -331,10 +331,10 @@ def compared(results: Results, other: dict[str, Any]) -> str:
     """How far this run's answers are those of an earlier one."""
     from kvfold.bench.serve_results import agreement
 
-    ours, name = results.about["settings"], other["settings"]["label"]
+    ours, name = results.metadata["settings"], other["settings"]["label"]
     differ = [key for key in SAME if ours[key] != other["settings"].get(key)]
     pairs = [{(x["rate"], x["number"]): x["text"] for x in found if x["error"] is None}
-             for found in (results.found["answers"], other["answers"])]  # fmt: skip
+             for found in (results.by_kind["answers"], other["answers"])]  # fmt: skip
     both = sorted(pairs[0].keys() & pairs[1].keys())
     if differ or not both:
         why = f"{differ[0]} differs" if differ else "no request was answered in both"

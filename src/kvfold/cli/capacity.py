@@ -1,4 +1,4 @@
-"""kvfold capacity: how many requests a GPU holds."""
+"""kvfold capacity: predicts how many requests fit on a GPU."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -8,7 +8,7 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from kvfold.cli import common
-from kvfold.cli.bench_common import RANDOM, Served, empty_table
+from kvfold.cli.bench_common import RANDOM, empty_table
 from kvfold.cli.options import STORAGE, Storage, parse_list
 from kvfold.config import CacheConfig
 from kvfold.utils.errors import SettingError
@@ -17,11 +17,18 @@ from kvfold.utils.files import write_json
 if TYPE_CHECKING:
     from kvfold.evaluation.capacity import Capacity, Room
 
-Share = Annotated[float, Parameter(help="Of its memory that may be used.")]
+ModelOrShape = Annotated[
+    str,
+    Parameter(
+        help="A directory, a GGUF file, a hub id, reference:gqa, or random:SHAPE with a shape of"
+        " bench decode, such as random:llama-3.1-8b."
+    ),
+]
+Share = Annotated[float, Parameter(help="Share of the GPU's memory to use.")]
 
 
 def capacity(
-    model: Served,
+    model: ModelOrShape,
     /,
     *,
     gpu: str = "h100",
@@ -31,21 +38,21 @@ def capacity(
     storage: Storage = STORAGE,
     json: Path | None = None,
 ) -> None:
-    """Say how many requests fit a GPU with such a cache, before there is one.
+    """Predict how many requests fit on a GPU, and how long a decode step takes.
 
-    Reads a model's config alone. Bytes are those that an engine would allocate. The uncompressed
-    model in 16 and in 8 bits stands beside it.
+    Reads only the model's config and needs no GPU. Sizes are those that the engine would allocate.
+    For comparison, the table also shows the uncompressed model with a cache of 16 and of 8 bits.
 
     Parameters
     ----------
     gpu
         t4, l4, a10g, rtx-4090, a100-40, l40s, a100-80, h100, h200 or b200.
     gpu_bytes
-        Memory of another one.
+        Memory in bytes, for a GPU that --gpu does not list.
     context
-        Tokens of a request, its answer's included, separated by commas.
+        Tokens of a request, prompt and answer together; several numbers with commas.
     json
-        File for the results.
+        File for the results as JSON.
     """
     common.check_outputs(json=json)
     from kvfold.evaluation.capacity import GPUS, MIB, Capacity
@@ -65,71 +72,80 @@ def capacity(
     spec = common.saved_spec(config)
     planned = spec is not None and spec.planned
     cache = storage.config(planned=planned) or CacheConfig()
-    found = Capacity(
+    estimate = Capacity(
         config=config,
         spec=spec,
         cache=cache,
         gpu_bytes=gpu_bytes or GPUS[gpu] * MIB,
         share=share,
     )
-    rooms = [found.room(tokens) for tokens in contexts]
+    rooms = [estimate.room(tokens) for tokens in contexts]
     others = {
-        name: [own.room(tokens) for tokens in contexts] for name, own in beside(found).items()
+        name: [original.room(tokens) for tokens in contexts]
+        for name, original in originals(estimate).items()
     }
-    show(found, rooms, others)
+    show(estimate, rooms, others)
     if json is not None:
-        about: dict[str, Any] = {
+        record: dict[str, Any] = {
             "model": model,
             "gpu": gpu if gpu_bytes is None else None,
             "share": share,
+            "gpu_bytes": estimate.gpu_bytes,
+            "cache": asdict(cache),
+            "beside": {name: [asdict(room) for room in x] for name, x in others.items()},
+            "weight_bytes": estimate.weights,
+            "pool_bytes": estimate.pool,
+            "rows": [asdict(room) for room in rooms],
         }
-        about |= {"gpu_bytes": found.gpu_bytes, "cache": asdict(cache)}
-        sizes = {"weight_bytes": found.weights, "pool_bytes": found.pool}
-        about |= {"beside": {name: [asdict(room) for room in x] for name, x in others.items()}}
-        write_json(json, about | sizes | {"rows": [asdict(room) for room in rooms]})
+        write_json(json, record)
 
 
-def beside(found: "Capacity") -> dict[str, "Capacity"]:
-    """The uncompressed model by the bits of its cache, but for what `found` is itself."""
+def originals(estimate: "Capacity") -> dict[str, "Capacity"]:
+    """Estimates of the uncompressed model with a cache of 16 and of 8 bits, by name, without
+    `estimate` itself."""
     caches = {"original": CacheConfig(), "original, --bits 8": CacheConfig(bits=8)}
-    plain = {name: replace(found, spec=None, cache=cache) for name, cache in caches.items()}
-    return {name: x for name, x in plain.items() if x != found}
+    plain = {name: replace(estimate, spec=None, cache=cache) for name, cache in caches.items()}
+    return {name: x for name, x in plain.items() if x != estimate}
 
 
 def load_config(model: str) -> Any:
-    """Of a model, or of a shape."""
+    """The config of a model, or of a shape after `random:`."""
     if not model.startswith(RANDOM):
         return common.load_config(model)
-    from kvfold.bench import synthetic_engine as served
+    from kvfold.bench.synthetic_engine import WIDTHS, config_of
     from kvfold.cli.bench_common import check_names
 
     shape = model.removeprefix(RANDOM)
-    check_names("MODEL", [shape], served.WIDTHS)
-    return served.config_of(shape)
+    check_names("MODEL", [shape], WIDTHS)
+    return config_of(shape)
 
 
-def show(found: "Capacity", rooms: "list[Room]", others: "dict[str, list[Room]]") -> None:
-    """others: rooms of the same contexts, by what they are of."""
+def show(estimate: "Capacity", rooms: "list[Room]", others: "dict[str, list[Room]]") -> None:
+    """Print what an estimate is made of, and a table. others: estimates of the same contexts with
+    other caches, by the caches' names."""
     from kvfold.compression.planning.step_time import DEFAULT
     from kvfold.evaluation.capacity import GIB, WORK
 
-    layout = found.layout
+    layout = estimate.layout
     full = 2 * layout.spec.geometry.full_numbers
     token = layout.page_bytes / layout.page
-    print(f"memory: {found.gpu_bytes / GIB:.1f} GiB, of which {100 * found.share:.0f} % are used")
-    print(f"weights: {found.weights / GIB:.2f} GiB in 16 bits; work space: {WORK / GIB:.0f} GiB")
-    print(f"pages: {found.pool / GIB:.2f} GiB, as in --set kv-bytes={found.pool}")
-    if most := max(found.beside_pages(room.context) for room in rooms):
+    used = 100 * estimate.share
+    print(f"memory: {estimate.gpu_bytes / GIB:.1f} GiB, of which {used:.0f} % are used")
+    print(f"weights: {estimate.weights / GIB:.2f} GiB in 16 bits; work space: {WORK / GIB:.0f} GiB")
+    print(f"pages: {estimate.pool / GIB:.2f} GiB, as in --set kv-bytes={estimate.pool}")
+    if most := max(estimate.beside_pages(room.context) for room in rooms):
         print(
-            f"repair: {most / 2**20:.1f} MiB of hidden states a request, beside its pages; take"
-            " those of all requests off kv-bytes"
+            f"repair: {most / 2**20:.1f} MiB of hidden states a request, in addition to its pages;"
+            " subtract them for all requests from kv-bytes"
         )
     print(f"a token: {token:.0f} B in pages, {full / token:.2f}x smaller than {full} B at 16 bits")
     table = empty_table("cache", "context", "kept", "MiB each", "requests", "step ms", "tokens/s")
-    name = "original" if found.spec is None else "checkpoint"
-    caches = others | {name if found.cache == CacheConfig() else f"{name}, as asked": rooms}
-    for each in zip(*caches.values(), strict=True):
-        for cache, room in zip(caches, each, strict=True):
+    name = "original" if estimate.spec is None else "checkpoint"
+    if estimate.cache != CacheConfig():
+        name += ", these options"
+    caches = others | {name: rooms}
+    for same_context in zip(*caches.values(), strict=True):
+        for cache, room in zip(caches, same_context, strict=True):
             table.add_row(
                 cache,
                 str(room.context),
@@ -140,4 +156,4 @@ def show(found: "Capacity", rooms: "list[Room]", others: "dict[str, list[Room]]"
                 "-" if room.tokens_per_s is None else f"{room.tokens_per_s:.0f}",
             )
     Console().print(table)
-    print(f"step and tokens/s: of decoding alone, as predicted on an {DEFAULT}")
+    print(f"step ms and tokens/s: for decoding only, predicted for an {DEFAULT}")

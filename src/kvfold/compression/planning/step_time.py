@@ -2,8 +2,8 @@
 it was measured.
 
 A step is every layer's `attention_work`, the reading of all weights, and a time per layer and per
-sequence. data/step_time.json has the coefficients of each device; tools/fit_step_time.py fits them
-to measurements by `kvfold bench`, and reports the errors of the fit. Shapes: B sequences of T
+sequence. data/step_time.json has the coefficients of each device; benchmarks/fit_step_time.py fits
+them to measurements by `kvfold bench`, and reports the errors of the fit. Shapes: B sequences of T
 tokens each, one cache entry per token; Hk KV heads, d head dim, r rank of a key latent.
 """
 

@@ -29,7 +29,7 @@ def measure_ceiling(device: torch.device, rounds: int) -> Ceiling:
     source, target = data.chunk(2)
     steps: dict[str, Step] = {"int64 amax": lambda _: data.amax()}
     if device.type == "cuda" and find_spec("triton"):
-        from kvfold.bench.ceiling_triton import read
+        from lab.ceiling_triton import read
 
         steps["triton"] = lambda _: read(data)
     steps["copy"] = lambda _: target.copy_(source)

@@ -1,7 +1,7 @@
 """Coefficients of predicted step times, src/kvfold/data/step_time.json: least squares of relative
 errors over what `kvfold bench` measured.
 
-    python tools/fit_step_time.py
+    python benchmarks/fit_step_time.py
 
 Reads benchmarks/results/*.json. Prints, for docs/performance.md, how far off predictions are: of
 every time by coefficients that were fitted without it.
@@ -18,10 +18,11 @@ from sklearn.linear_model import LinearRegression
 from transformers import LlamaConfig
 
 from kvfold.bench.synthetic_engine import WIDTHS
-from kvfold.bench.variants import SHAPES, VARIANTS, Variant, variant_layout
+from kvfold.bench.variants import SHAPES, Variant, variant_layout
 from kvfold.compression.planning.step_time import DEFAULT, Coefficients, attention_work
 from kvfold.models.size import step_bytes
 from kvfold.ops.decode import two_passes
+from lab.variants import VARIANTS, is_served
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -91,7 +92,7 @@ def attention_points(found: Sequence[dict[str, Any]], read: float) -> list[Point
     """Kernels as they are served, over sequences of equal length."""
     points = []
     for row, once, _ in _rows(found):
-        if row["kind"] == "variant" and (variant := VARIANTS[row["variant"]]).served:
+        if row["kind"] == "variant" and is_served(variant := VARIANTS[row["variant"]]):
             work = work_of(row["shape"], variant, row["batch"] * row["tokens"], read, once)
             points.append(Point(name=_name(row), us=row["us"], work=work))
     return points

@@ -14,13 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvfold.bench.baselines import Unavailable
+from kvfold.bench.common import Unavailable
 from kvfold.bench.variants import Variant
 from kvfold.layout import Geometry
 from kvfold.ops.backend import use_triton
 from kvfold.ops.common.plan import longest_first, whole_items
 from kvfold.ops.prefill.plan import Cut, Widths, rescaled_cut
 from kvfold.ops.store import gather
+from lab.variants import LabVariant
 
 if TYPE_CHECKING:
     from kvfold.bench.timing import Step
@@ -50,10 +51,11 @@ def recut(plan: "DecodePlan", rows: Tensor, cost: list[int], how: str) -> "Decod
 
 @contextmanager
 def tiles_of(variant: Variant, geometry: Geometry, device_type: str) -> Iterator[None]:
-    """While it lasts, prefill's kernel has `variant.tiles` of queries: `fixed`, FlashAttention-2's
+    """Within it, the prefill kernel has `variant.tiles` of queries: `fixed`, FlashAttention-2's
     64 by 64 rows for all heads, as ZACK/KE has them, or `zack`, by rank (§5.3). Raises Unavailable
     where no kernel runs."""
-    if variant.tiles == "ours":
+    tiles = variant.tiles if isinstance(variant, LabVariant) else "ours"
+    if tiles == "ours":
         yield
         return
     if not use_triton(device_type):
@@ -64,7 +66,7 @@ def tiles_of(variant: Variant, geometry: Geometry, device_type: str) -> Iterator
     most = int(kept * geometry.head_dim)
 
     def cut(widths: Widths, few: bool) -> Cut:
-        return rescaled_cut(widths, most) if variant.tiles == "zack" else Cut(pairs=64, warps=4)
+        return rescaled_cut(widths, most) if tiles == "zack" else Cut(pairs=64, warps=4)
 
     with mock.patch.object(kernel, "cut_for", cut):
         yield
