@@ -42,7 +42,7 @@ from transformers import LlamaConfig
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from kvfold.bench.serve_load import Job, Traffic
+from kvfold.bench.serve_load import TimedRequest, Traffic
 from kvfold.bench.synthetic_engine import WIDTHS
 from kvfold.bench.variants import ROPE_BASES, SHAPES, variant_layout
 from kvfold.hub.checkpoint import KVFoldConfig
@@ -256,11 +256,11 @@ class Clock:
             "whole_s": statistics.median(wholes) if wholes else None,
         }
 
-    def crowd(self, jobs: list[Job], limit: float) -> dict:
+    def crowd(self, jobs: list[TimedRequest], limit: float) -> dict:
         """What requests see that come at their times, however many wait, within `limit` seconds: a
         row."""
         due = deque((job, self.prompt(job.prompt)) for job in jobs)
-        asked: dict[str, Job] = {}
+        asked: dict[str, TimedRequest] = {}
         left, first, whole, most = {}, [], [], 0
         begun = time.perf_counter()
         while (due or left) and (now := time.perf_counter() - begun) < limit:
@@ -367,7 +367,7 @@ def measure(given: argparse.Namespace, say: Say) -> None:
     clock = Clock(llm)
     clock.first_token(given.tokens)  # compiles
     if given.rates:
-        clock.crowd(traffic(given, given.rates[0]).jobs(given.rates[0]), 60)
+        clock.crowd(traffic(given, given.rates[0]).timed(given.rates[0]), 60)
     if given.ready:
         given.ready.touch()
         while given.ready.exists():
@@ -409,7 +409,7 @@ def time_rates(llm: LLM, clock: Clock, given: argparse.Namespace, say: Say) -> N
     pool = min(given.pool * 1e9, tokens * each)
     for rate in given.rates:
         with pool_of(llm, pool):
-            row = clock.crowd(traffic(given, rate).jobs(rate), 2 * given.seconds)
+            row = clock.crowd(traffic(given, rate).timed(rate), 2 * given.seconds)
         say("rates", {"variant": given.kind, "pool_bytes": pool, "rate": rate} | row)
         if row["answered"] < row["requests"] or row["ms_per_token"] > given.bound:
             break

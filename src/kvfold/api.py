@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from kvfold import recipes
 from kvfold.calibration.documents import is_self
 from kvfold.calibration.saved_pass import SavedPass, saved_beside
 from kvfold.calibration.statistics import Statistics
@@ -15,6 +16,7 @@ from kvfold.calibration.statistics.artifact import check_place
 from kvfold.calibration.text import check_tokens
 from kvfold.compression.compressor import Compressor, Prepared, check_config
 from kvfold.compression.planning.default import choose_for_maps, choose_recipe
+from kvfold.compression.planning.step_time import load_of
 from kvfold.compression.planning.target import Target
 from kvfold.compression.training.recover import check_steps
 from kvfold.compression.work import check_disk, work_of
@@ -22,6 +24,8 @@ from kvfold.config import Prefer, Ratios, Recipe, check_types
 from kvfold.evaluation import scores
 from kvfold.evaluation.answers import Answer, check_answer
 from kvfold.evaluation.budget import search_keep
+from kvfold.evaluation.comparison import compressors_of
+from kvfold.evaluation.fastest import TRIED, search_fastest
 from kvfold.evaluation.importance import find_leaders
 from kvfold.evaluation.maps import measured
 from kvfold.evaluation.ratios import search_ratios
@@ -172,6 +176,79 @@ def compress(
         source = source.loaded(device, dtype, say)
         run = _fold if fold else _map
         return run(source, choice, settings, files)
+
+
+def compress_fastest(
+    model: str,
+    budget: str,
+    *,
+    output: Path,
+    levels: tuple[int, ...] | None = None,
+    batch: int | None = None,
+    context: int | None = None,
+    calib: list[str | Path] | None = None,
+    device: str | None = None,
+    dtype: str = "auto",
+    max_tokens: int | None = None,
+    recover: int = 0,
+    learn_scores: bool = False,
+    check: bool = True,
+    seed: int = 0,
+    progress: Progress | None = None,
+    say: Callable[[str], object] | None = None,
+    report: Callable[[str], None] = print,
+) -> Any:
+    """Fold a named model by the recipe and to the size within a budget whose decode step is
+    predicted to be the fastest on a GPU, and return it.
+
+    batch, context: sequences of that step and tokens of each; None: 64, and 8192 or the model's
+    maximum. report: is called with a line for every candidate that is measured. Everything else as
+    in `compress` with fold=True, which raises the same errors.
+    """
+    target = Target(budget=budget, levels=levels)
+    assert target.limit is not None
+    settings = _Settings(
+        fold=True,
+        target=target,
+        windows=False,
+        align=None,
+        text={"calib": calib, "max_tokens": max_tokens, "seed": seed},
+        statistics=None,
+        output=output,
+        recover=recover,
+        learn_scores=learn_scores,
+        check=check,
+        progress=progress,
+        say=say,
+    )
+    settings.verify()
+    with output_files(output, say) as files:
+        source = _Source.of(model, None, dtype)
+        load = load_of(source.config, batch, context)
+        for name in TRIED:
+            check_config(source.config, recipes.get(name), max_tokens, target, None)
+        source = source.loaded(device, dtype, say)
+        compressors = compressors_of(
+            source.model, source.tokenizer, list(TRIED), saved=files.saved, **settings.text
+        )
+        settings.announce(compressors[0], source.stored)
+        answer = Answer.of(source.model, source.tokenizer, source.stored) if check else None
+        best = search_fastest(compressors, target.limit, load, say=report, progress=progress)
+        size = {"ratio": best.ratio, "align": None, "factor": best.factor, "prefer": best.prefer}
+        provenance = {"model": model, **asdict(target), **size, "chosen": f"{best}, at {load}"}
+        best.prepared.fold(best.spec, provenance, recover=recover, progress=progress)
+        report(f"the fastest within the budget at {load}: {best}")
+        finish(
+            best.prepared.compressor,
+            best.prepared.predicted_loss(best.spec),
+            answer,
+            learn_scores=learn_scores,
+            folder=files.folder,
+            output=output,
+            stored=source.stored,
+            progress=progress,
+        )
+    return source.model
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from commands import refused
-from kvfold.bench.serve_load import Bounds, Prompts, Traffic, arrivals, read_trace
+from kvfold.bench.serve_load import Goals, Prompts, Traffic, arrivals, read_trace
 from kvfold.cli.main import main
 from replicas import stub
 from serving import serving, small_llm
@@ -45,10 +45,10 @@ def test_a_trace_is_replayed_at_its_times_or_at_a_rate(tmp_path: Path) -> None:
     path = tmp_path / "azure.csv"
     path.write_text(AZURE)
     traffic = Traffic(trace=path, requests=3, speed=2, max_input=100)
-    jobs = traffic.jobs(None)
+    jobs = traffic.timed(None)
     assert [(x.prompt, x.output) for x in jobs] == [(20, 10), (30, 2), (100, 8)]
     assert [x.at for x in jobs] == pytest.approx([0, 0.26002, 1])
-    assert [x.at for x in Traffic(trace=path, arrival="fixed").jobs(2)] == [0, 0.5, 1]
+    assert [x.at for x in Traffic(trace=path, arrival="fixed").timed(2)] == [0, 0.5, 1]
 
 
 def test_other_traces(tmp_path: Path) -> None:
@@ -83,13 +83,13 @@ def test_what_is_measured_of_outcomes() -> None:
     assert one.tpot == 0.5  # four tokens in three pieces
     slow = outcome(at=0.0, events=[4.0], ended=4.0)
     lost = outcome(events=[2.0], ended=5.0, error="HTTP 429")
-    row = summary(2.0, [one, slow, lost], Bounds(ttft_ms=1500))
+    row = summary(2.0, [one, slow, lost], Goals(ttft_ms=1500))
     assert (row["completed"], row["errors"], row["seconds"]) == (2, {"HTTP 429": 1}, 5.0)
     assert row["requests_per_s"] == 0.4 and row["goodput_per_s"] == 0.2
     assert row["attained"] == pytest.approx(1 / 3) and row["late_ms"] == 1000
     assert row["ttft_ms"]["mean"] == 2500 and row["tbt_ms"]["p50"] == 750
     assert row["ttft_ms"]["p99"] == pytest.approx(3970)
-    nothing = summary(None, [lost], Bounds())
+    nothing = summary(None, [lost], Goals())
     assert nothing["ttft_ms"] is None and "goodput_per_s" not in nothing
 
 
@@ -126,14 +126,14 @@ def test_a_server_is_measured_and_answers_agree(tmp_path: Path, capsys) -> None:
     assert "answers are not compared, spread differs" in capsys.readouterr().out
     found = json.loads(one.read_text())
     assert [row["completed"] for row in found["rows"]] == [5, 5]
-    jobs = Traffic(requests=5, input_tokens=20, output_tokens=6, spread=0.5).jobs(inf)
+    jobs = Traffic(requests=5, input_tokens=20, output_tokens=6, spread=0.5).timed(inf)
     wanted = [(job.prompt, job.output) for job in jobs]
     for rate in ("40", "inf"):
         answers = [x for x in found["answers"] if x["rate"] == rate]
         assert [(x["prompt_tokens"], x["output_tokens"]) for x in answers] == wanted
         assert all(x["at"] <= x["sent"] <= x["first"] <= x["ended"] for x in answers)
     assert found["settings"]["prompts"] == "token ids" and found["settings"]["api_key"] is None
-    assert figure.read_text().count("within the bounds") == 1
+    assert figure.read_text().count("goodput") == 1
 
 
 def test_a_server_that_fails_is_counted(tmp_path: Path, capsys) -> None:

@@ -174,7 +174,7 @@ def test_compress_refuses_a_compressed_model_and_an_output_in_use(folded, plain,
         (["eval", "--ctx", "129"], "ctx: 129 tokens exceed the model's 128 positions"),
         (["eval", "--ctx", "1"], "ctx: 1 is too small"),
         (["eval", "--chunk", "0"], "chunk must be at least 1"),
-        (["eval", "--max-tokens", "64"], "less than one window of --ctx 128"),
+        (["eval", "--max-tokens", "64"], "less than one window of --set ctx=128"),
         (["eval", "--needle"], "128 positions"),
         (["eval", "--json", "no/such/folder/x.json"], "folder"),
         (["eval", "--tasks", "rows.jsonl"], "rows.jsonl: no such file"),
@@ -198,7 +198,7 @@ def test_eval_names_the_text_that_is_shorter_than_a_window(plain, text, tmp_path
     short = tmp_path / "short.txt"
     short.write_text("A few words.", encoding="utf-8")
     line = refused(capsys, "eval", plain, "--text", text, short)
-    assert "short: 4 tokens are" in line and "of --ctx 128 needs 127; give more --text" in line
+    assert "short: 4 tokens are" in line and "of --set ctx=128 needs 127; give more --text" in line
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model(long_rows, tmp_path, capsys):
@@ -347,7 +347,9 @@ def test_a_process_ends_without_a_last_look_at_every_object():
 
 
 @pytest.mark.parametrize(
-    "command", [["--help"], ["eval", "PLAIN", "--ctx", "64", "--max-tokens", "64"]], ids=" ".join
+    "command",
+    [["--help"], ["eval", "PLAIN", "--set", "ctx=64", "--max-tokens", "64"]],
+    ids=" ".join,
 )
 def test_a_reader_that_leaves_ends_a_command_with_141(plain, command, monkeypatch, capsys):
     """By rich, which ends a process with 1, and by what is printed when all is done."""
@@ -416,7 +418,7 @@ def test_compress_recovers_and_says_what_it_gained(plain, tmp_path, capsys):
     losses = f"{made['before']:.4f} to {made['after']:.4f} nats a token"
     assert f"recovered in 2 steps: {losses} from the original" in out
     out = printed(capsys, "compress", "--help")
-    assert "swift" in out and "for a GPU." in printed(capsys, "compress", "--set", "help")
+    assert "swift" in out and "best on a GPU." in printed(capsys, "compress", "--set", "help")
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def place(tmp_path, monkeypatch) -> Path:
     for module in (loading, api, llm, recovery):  # all that have it by name, before any is patched
         monkeypatch.setattr(module, "load", begin)
     monkeypatch.setattr(kvfold.server.run, "run", begin)
-    monkeypatch.setattr(bench_serve.Run, "measure", begin)
+    monkeypatch.setattr(bench_serve.LoadTest, "measure", begin)
     return tmp_path
 
 
@@ -153,7 +153,7 @@ def shown(command: App) -> set[str]:
 
 def test_there_are_few_flags() -> None:
     flags = {" ".join(path): shown(command) for path, command in commands(app)}
-    for name in ("compress", "generate", "serve"):
+    for name in ("compress", "generate", "serve", "eval", "compare"):
         assert len(flags[name]) <= 12, (name, flags[name])
     assert len(set().union(*flags.values())) <= 60
 

@@ -97,7 +97,7 @@ COMMANDS = {
         "route, capacity, inspect, eval, ..."
     ),
     "kvfold eval reference:gqa --bogus 1": "Unknown option: --bogus. Did you mean --bits?",
-    "kvfold eval reference:gqa --dtype int8": (
+    "kvfold eval reference:gqa --set dtype=int8": (
         'Invalid value "int8" for --dtype. Choose from: "auto", "float32", "bfloat16", "float16".'
     ),
     "kvfold eval reference:gqa --device nope": (
@@ -365,7 +365,7 @@ SIZES = {
         "--methods: 'KIVI 3.5 bits': no recipe, size and options, nor one of ours, published, "
         f"papers, {names(PUBLISHED)}"
     ),
-    "kvfold compare reference:gqa --methods 'swift 4x' --bits 4": (
+    "kvfold compare reference:gqa --methods 'swift 4x' --set bits=4": (
         "--methods says what is folded and how tokens are stored: leave --bits out, or write it "
         "into a method"
     ),
@@ -546,11 +546,11 @@ SUITES = {
         "--suite: code has no file: write code=FILE, or give --suite-data, the folder of "
         "HumanEval.jsonl.gz"
     ),
-    "kvfold eval reference:gqa --suite code --suite-data folder": (
+    "kvfold eval reference:gqa --suite code --set suite-data=folder": (
         "suite code: folder has no HumanEval.jsonl.gz or HumanEval.jsonl; name the file, such as "
         "code=FILE"
     ),
-    "kvfold eval reference:gqa --suite code --suite-data nowhere": (
+    "kvfold eval reference:gqa --suite code --set suite-data=nowhere": (
         "suite code: nowhere has no HumanEval.jsonl.gz or HumanEval.jsonl; name the file, such "
         "as code=FILE"
     ),
@@ -599,7 +599,7 @@ SUITES = {
     "kvfold eval reference:gqa --set suite-rows=4": (
         "--set suite-rows is about questions that are checked: give --suite too"
     ),
-    "kvfold eval reference:gqa --engine vllm": (
+    "kvfold eval reference:gqa --set engine=vllm": (
         "--engine is about questions that are checked: give --suite too"
     ),
     "kvfold eval reference:gqa --set against=reference:mha": (
@@ -622,14 +622,14 @@ SUITES = {
     "kvfold eval reference:gqa --suite math=gsm8k.jsonl --needle": (
         "--suite runs alone: leave --needle out, or run it apart"
     ),
-    "kvfold eval reference:gqa --suite math=gsm8k.jsonl --engine sglang": (
+    "kvfold eval reference:gqa --suite math=gsm8k.jsonl --set engine=sglang": (
         'Invalid value "sglang" for --engine. Choose from: "kvfold", "vllm".'
     ),
-    "kvfold eval reference:gqa --suite math=gsm8k.jsonl --engine vllm --device cpu": (
+    "kvfold eval reference:gqa --suite math=gsm8k.jsonl --set engine=vllm --device cpu": (
         "--device: vLLM runs on what it was built for; leave it out, and name GPUs in "
         "CUDA_VISIBLE_DEVICES"
     ),
-    "kvfold eval reference:gqa --suite math=gsm8k.jsonl --engine vllm --bits 4 --set format=kivi": (
+    "kvfold eval reference:gqa --suite math=gsm8k.jsonl --set engine=vllm --set format=kivi": (
         "--set format: numbers that wait in 16 bits, as kivi's do, fit no block that "
         "sequences share; "
         "leave it out, or serve the model with kvfold.LLM"
@@ -710,11 +710,11 @@ CACHE = {
     ),
 }
 MEASURING = {
-    "kvfold eval reference:gqa --ctx 0": "--ctx must be at least 1, got 0",
-    "kvfold eval reference:gqa --ctx 1": (
+    "kvfold eval reference:gqa --set ctx=0": "--ctx must be at least 1, got 0",
+    "kvfold eval reference:gqa --set ctx=1": (
         "packaged: --ctx: 1 is too small; a window needs at least 2 tokens"
     ),
-    "kvfold eval reference:gqa --ctx 5000": (
+    "kvfold eval reference:gqa --set ctx=5000": (
         "--ctx: 5000 tokens exceed the model's 4096 positions; use 4096 or less"
     ),
     "kvfold eval reference:gqa --set chunk=0": "--set chunk must be at least 1, got 0",
@@ -735,7 +735,7 @@ MEASURING = {
     ),
     "kvfold bench attention --set rounds=0": "--set rounds must be at least 1, got 0",
     "kvfold bench decode --steps 1": "--steps must be at least 2, got 1",
-    "kvfold eval reference:gqa --evict snapkv --keep-tokens 0.5 --ctx 2": (
+    "kvfold eval reference:gqa --evict snapkv --keep-tokens 0.5 --set ctx=2": (
         "--ctx must be at least 3 where tokens are evicted, since half of a window is only "
         "read; got 2"
     ),
@@ -851,7 +851,7 @@ POOLS = {
         "in slabs of one page size each); got 1000: give the pool more memory, or take "
         "smaller pages"
     ),
-    "kvfold eval reference:gqa --bits 4 --ctx 1024 --max-tokens 1024 --set kv-bytes=300000": (
+    "kvfold eval reference:gqa --bits 4 --set ctx=1024 --max-tokens 1024 --set kv-bytes=300000": (
         "--set kv-bytes: a pool of 299968 bytes has no room for 512 tokens; uncompressed it "
         "holds 160: 3159731 bytes would do, or shorter contexts"
     ),
@@ -1074,7 +1074,7 @@ PYTHON = {
     ),
 }
 FULL_DISK = {
-    "kvfold eval reference:gqa --ctx 64 --max-tokens 64 --json new.json": (
+    "kvfold eval reference:gqa --set ctx=64 --max-tokens 64 --json new.json": (
         "cannot write new.json: No space left on device"
     ),
     "kvfold inspect reference:gqa --html new.html": (

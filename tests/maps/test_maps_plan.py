@@ -425,7 +425,9 @@ def test_the_command_says_what_was_planned_and_where_bits_take_effect(capsys, tm
     assert "recipe swift: a decode step reconstructs no keys" in said
     size = cache_layout(made.spec).bits_per_token / 8
     assert f"{size:.0f} bytes per token with the planned bits" in said
-    assert "kvfold's engine and vLLM store the planned bits; attached, transformers' cache" in said
+    assert (
+        "with kvfold's engine and vLLM, which store the planned bits; transformers' cache" in said
+    )
     assert made.provenance["measured"]["through"] == "kvfold's engine"
 
 
@@ -437,7 +439,7 @@ def test_the_command_says_what_was_left(capsys, tmp_path) -> None:
     main([*command, "--factor", "4", "--output", str(tmp_path / "maps")])
     said = capsys.readouterr().out
     assert "2 of 4 layers are left as they are, 2 with a sliding window of 8 tokens" in said
-    assert "the whole cache is smaller 4.0" in said
+    assert "the cache of all layers together is 4.0" in said
     main([*command, "--keep", ".5", "--windows", "--output", str(tmp_path / "all")])
     said = capsys.readouterr().out
     assert "maps of 4 layers" in said

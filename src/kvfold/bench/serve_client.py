@@ -1,4 +1,5 @@
-"""A client of any OpenAI server: sends requests at their times and keeps when their text came."""
+"""A client for OpenAI-compatible servers that sends requests at given times and records when their
+text arrives."""
 
 import asyncio
 import json
@@ -12,22 +13,22 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from kvfold.bench.serve_load import Job, Prompts
+from kvfold.bench.serve_load import Prompts, TimedRequest
 
 Endpoint = Literal["completions", "chat"]
 PATHS: Mapping[str, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
-LONGEST_LINE = 2**22  # bytes of an event
+MAX_LINE = 2**22  # bytes of a streamed event
 Done = Callable[[int, int], None]
 
 
 class Unreachable(ValueError):
-    """A server that does not answer as OpenAI's do."""
+    """The server cannot be reached, or does not speak OpenAI's protocol."""
 
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What became of a request. Seconds after the start: at, when it was due; sent; events, when
-    text came; ended. error: why it has no whole answer."""
+    """The result of one request. In seconds after the start: at, when it was due; sent; events,
+    when text arrived; ended. error: why the answer is missing or incomplete."""
 
     at: float
     prompt_tokens: int
@@ -45,33 +46,34 @@ class Outcome:
 
     @property
     def ttft(self) -> float:
-        """From when it was due, so that a client that is late hides nothing."""
+        """Seconds to the first token since the request was due: a late client hides nothing."""
         return self.events[0] - self.at
 
     @property
     def gaps(self) -> list[float]:
-        """Between pieces of text."""
+        """Seconds between two pieces of text."""
         return [b - a for a, b in pairwise(self.events)]
 
     @property
     def jct(self) -> float:
-        """Job completion time."""
+        """Job completion time in seconds."""
         return self.ended - self.at
 
     @property
     def normalised(self) -> float:
-        """JCT over output tokens (ZACK §6.2, Fig. 15)."""
+        """Normalised latency: job completion time per output token (ZACK §6.2, Fig. 15)."""
         return self.jct / self.output_tokens
 
     @property
     def tpot(self) -> float:
-        """Mean time of an output token after the first; 0 of a single one."""
+        """Time per output token: mean seconds of a token after the first; 0 for a single token."""
         return (self.events[-1] - self.events[0]) / max(self.output_tokens - 1, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """Where to ask and how. url: with or without /v1; plain: OpenAI's own fields alone."""
+    """The server to send requests to. url: with or without /v1. plain: send only fields of OpenAI's
+    API."""
 
     url: str
     model: str | None = None
@@ -91,30 +93,31 @@ class Server:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """max_tokens: of a prompt and its answer, where the server tells it."""
+    """A model of the server. max_tokens: of a prompt and its answer, if the server says."""
 
     name: str
     max_tokens: int | None
 
 
 class Client:
-    """Open it with `connected`."""
+    """Sends requests to one model of a server. `connected` creates it."""
 
     def __init__(self, server: Server, session: aiohttp.ClientSession, model: Model) -> None:
         self.server, self.session, self.model = server, session, model
 
     async def token_ids(self, text: str) -> list[int] | None:
-        """As the server's tokenizer says; None where it has no /tokenize, as vLLM and kvfold do."""
+        """Token ids of a text by the server's /tokenize, which vLLM and kvfold have; None without
+        it."""
         body = {"model": self.model.name, "prompt": text, "add_special_tokens": False}
         async with self.session.post(f"{self.server.root}/tokenize", json=body) as answer:
             if answer.status != 200:
                 return None
-            found = (await answer.json()).get("tokens")
-            return found or None
+            ids = (await answer.json()).get("tokens")
+            return ids or None
 
     async def replay(
         self,
-        jobs: Sequence[Job],
+        requests: Sequence[TimedRequest],
         prompts: Prompts,
         *,
         name: str,
@@ -122,18 +125,19 @@ class Client:
         seconds: float,
         done: Done,
     ) -> list[Outcome]:
-        """Send every job when it is due, whatever became of the others, with at most `concurrency`
-        open; after `seconds` what is open is left, and what is not sent never is."""
-        slots = asyncio.Semaphore(concurrency or len(jobs))
+        """Send every request when it is due, whatever the state of the others, with at most
+        `concurrency` open at once. After `seconds`, open requests are abandoned and the rest are
+        not sent."""
+        slots = asyncio.Semaphore(concurrency or len(requests))
         start, ended = time.perf_counter(), 0
 
-        async def one(number: int, job: Job) -> Outcome:
+        async def send(number: int, request: TimedRequest) -> Outcome:
             nonlocal ended
-            outcome = Outcome(at=job.at, prompt_tokens=job.prompt)
-            body = self._body(prompts.cut(f"{name} {number}", job.prompt), job.output)
+            outcome = Outcome(at=request.at, prompt_tokens=request.prompt)
+            body = self._body(prompts.cut(f"{name} {number}", request.prompt), request.output)
             try:
                 async with asyncio.timeout(seconds - (time.perf_counter() - start)):
-                    await asyncio.sleep(job.at - (time.perf_counter() - start))
+                    await asyncio.sleep(request.at - (time.perf_counter() - start))
                     async with slots:
                         outcome.sent = time.perf_counter() - start
                         await self._ask(body, outcome, start)
@@ -143,10 +147,10 @@ class Client:
                 outcome.error = f"{type(error).__name__}: {error}"
             outcome.ended = time.perf_counter() - start
             ended += 1
-            done(ended, len(jobs))
+            done(ended, len(requests))
             return outcome
 
-        return await asyncio.gather(*(one(i, job) for i, job in enumerate(jobs)))
+        return await asyncio.gather(*(send(i, x) for i, x in enumerate(requests)))
 
     def _body(self, prompt: list[int] | str, output: int) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -176,7 +180,7 @@ class Client:
 
 
 def _read(data: bytes, outcome: Outcome, start: float) -> bool:
-    """Take an event; whether others may follow."""
+    """Add a streamed event to an outcome. Returns whether more events may follow."""
     if data == b"[DONE]":
         return False
     event = json.loads(data)
@@ -191,7 +195,7 @@ def _read(data: bytes, outcome: Outcome, start: float) -> bool:
         if text := delta.get("text") or delta.get("content") or "":
             outcome.events.append(time.perf_counter() - start)
             outcome.text += text
-            if not usage:  # until the server says how many: one a piece
+            if not usage:  # count one token a piece until the server reports the number
                 outcome.output_tokens = max(outcome.output_tokens, len(outcome.events))
         outcome.finish_reason = choice.get("finish_reason") or outcome.finish_reason
     return True
@@ -199,13 +203,13 @@ def _read(data: bytes, outcome: Outcome, start: float) -> bool:
 
 @asynccontextmanager
 async def connected(server: Server) -> AsyncIterator[Client]:
-    """A client of a server's model. Raises Unreachable where there is none."""
+    """A client of a server's model. Raises Unreachable if it has no such model."""
     headers = {"Authorization": f"Bearer {server.api_key}"} if server.api_key else {}
     async with aiohttp.ClientSession(
         headers=headers,
         connector=aiohttp.TCPConnector(limit=0),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=30),
-        read_bufsize=LONGEST_LINE,
+        read_bufsize=MAX_LINE,
     ) as session:
         yield Client(server, session, await _find_model(server, session))
 

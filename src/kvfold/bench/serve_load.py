@@ -34,8 +34,8 @@ TRACES = (  # fields of time, prompt and output; what makes their times seconds
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
-    """One request. at: seconds after the start; prompt, output: tokens."""
+class TimedRequest:
+    """One request to send. at: seconds after the start. prompt, output: tokens."""
 
     at: float
     prompt: int
@@ -44,20 +44,23 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """What is sent at every rate. Raises SettingError for what cannot be."""
+    """The requests that are sent at every rate. Raises SettingError for settings that do not go
+    together."""
 
     requests: int = setting(100, "Requests sent at each rate.", least=1)
     trace: Path | None = setting(
-        None, "File of lengths and perhaps times: Azure's or arXiv's CSV, Mooncake's JSON lines."
+        None,
+        "File with the lengths of recorded requests, and perhaps their times: Azure's or arXiv's"
+        " CSV, Mooncake's JSON lines.",
     )
-    input_tokens: int = setting(256, "Of a prompt, without a trace.", least=1)
-    output_tokens: int = setting(64, "Of an answer, without a trace.", least=1)
-    spread: float = setting(0.0, "Lengths differ by up to this share.", least=0, below=1)
-    max_input: int | None = setting(None, "Cut a trace's prompts to so many tokens.", least=1)
-    max_output: int | None = setting(None, "Cut a trace's answers to so many tokens.", least=1)
-    speed: float = setting(1.0, "Times as fast as a trace's own times.", above=0)
-    arrival: Arrival = setting("poisson", "How requests come at a rate.")
-    seed: int = setting(0, "Of arrivals, lengths and prompts.", **SEEDS)
+    input_tokens: int = setting(256, "Tokens of a prompt, without a trace.", least=1)
+    output_tokens: int = setting(64, "Tokens of an answer, without a trace.", least=1)
+    spread: float = setting(0.0, "Vary lengths by up to this share.", least=0, below=1)
+    max_input: int | None = setting(None, "Cut a trace's prompts to this many tokens.", least=1)
+    max_output: int | None = setting(None, "Cut a trace's answers to this many tokens.", least=1)
+    speed: float = setting(1.0, "Replay a trace's times this many times as fast.", above=0)
+    arrival: Arrival = setting("poisson", "Gaps between requests at a rate: random or equal.")
+    seed: int = setting(0, "Seed of arrivals, lengths and prompts.", **SEEDS)
 
     def __post_init__(self) -> None:
         check(self)
@@ -70,8 +73,9 @@ class Traffic:
             if self.trace is not None and getattr(self, name) != getattr(Traffic, name):
                 raise SettingError(f"a `trace` has lengths of its own: leave `{name}` out")
 
-    def jobs(self, rate: float | None) -> list[Job]:
-        """rate: requests a second, infinite: all at once; None: at the trace's own times."""
+    def timed(self, rate: float | None) -> list[TimedRequest]:
+        """The requests of one rate, in requests a second. Infinite: all at once; None: at the times
+        of the trace."""
         rows = list(islice(self._rows(), self.requests))
         if rate is None:
             if not all(isfinite(row.at) for row in rows):
@@ -82,13 +86,13 @@ class Traffic:
             times = arrivals(self.arrival, rate, rng)
         return [replace(row, at=at) for row, at in zip(rows, times, strict=False)]
 
-    def _rows(self) -> Iterator[Job]:
-        """Lengths, with times where a trace has them and infinity where not."""
+    def _rows(self) -> Iterator[TimedRequest]:
+        """Lengths, with the times of a trace, or infinity if it has none."""
         if self.trace is not None:
             most_in, most_out = self.max_input or inf, self.max_output or inf
             for row in read_trace(self.trace):
                 prompt, output = min(row.prompt, most_in), min(row.output, most_out)
-                yield Job(at=row.at, prompt=int(prompt), output=int(output))
+                yield TimedRequest(at=row.at, prompt=int(prompt), output=int(output))
             return
         rng = random.Random(f"{self.seed} lengths")
         while True:
@@ -96,11 +100,11 @@ class Traffic:
                 max(1, round(mean * rng.uniform(1 - self.spread, 1 + self.spread)))
                 for mean in (self.input_tokens, self.output_tokens)
             )
-            yield Job(at=inf, prompt=prompt, output=output)
+            yield TimedRequest(at=inf, prompt=prompt, output=output)
 
 
 def arrivals(kind: Arrival, rate: float, rng: random.Random) -> Iterator[float]:
-    """Seconds at which requests come, without an end; the first comes at 0 or after a gap."""
+    """Seconds at which requests arrive, endlessly; the first at 0 or after a gap."""
     if rate == inf:
         return iter(lambda: 0.0, None)
     if kind == "fixed":
@@ -108,20 +112,20 @@ def arrivals(kind: Arrival, rate: float, rng: random.Random) -> Iterator[float]:
     return accumulate(rng.expovariate(rate) for _ in count())
 
 
-def read_trace(path: Path) -> list[Job]:
-    """Rows of a trace, in the order of their times. Rows that ask for nothing are left out: Azure's
-    have answers of no tokens. Raises ValueError for a file that is none of TRACES."""
+def read_trace(path: Path) -> list[TimedRequest]:
+    """The requests of a trace in the order of their times, without those of no tokens, which
+    Azure's traces have. Raises ValueError for a file that is none of TRACES."""
     try:
         lines = StringIO(read_text(path), newline="")
-        found = [row for row in _parse(path, lines) if row.prompt and row.output]
+        requests = [x for x in _parse(path, lines) if x.prompt and x.output]
     except csv.Error:
         raise ValueError(f"{path} is no text file with a trace in it; see --help") from None
-    if not found:
+    if not requests:
         raise ValueError(f"{path} has no request with a prompt and an answer")
-    return sorted(found, key=lambda row: row.at)
+    return sorted(requests, key=lambda x: x.at)
 
 
-def _parse(path: Path, lines: Iterable[str]) -> Iterator[Job]:
+def _parse(path: Path, lines: Iterable[str]) -> Iterator[TimedRequest]:
     rows = map(_json, lines) if path.suffix == ".jsonl" else csv.DictReader(lines)
     kind = None
     for line, row in enumerate(rows, start=1 if path.suffix == ".jsonl" else 2):
@@ -132,7 +136,7 @@ def _parse(path: Path, lines: Iterable[str]) -> Iterator[Job]:
                 f"{path}, line {line}: a trace has fields {known}; got nothing of these"
             )
         try:
-            yield _job(row, kind)
+            yield _request(row, kind)
         except (KeyError, TypeError, ValueError, OverflowError):
             raise ValueError(
                 f"{path}, line {line}: not a time and two whole numbers of tokens: {row!r:.100}"
@@ -146,18 +150,20 @@ def _json(line: str) -> dict[str, Any]:
         return {}
 
 
-def _job(row: Mapping[str, Any], kind: tuple[str | None, str, str, float | None]) -> Job:
+def _request(
+    row: Mapping[str, Any], kind: tuple[str | None, str, str, float | None]
+) -> TimedRequest:
     time, prompt, output, unit = kind
     at = inf
     if time is not None:
         at = float(row[time]) * unit if unit else datetime.fromisoformat(row[time]).timestamp()
         if not isfinite(at):
             raise ValueError
-    return Job(at=at, prompt=_tokens(row[prompt]), output=_tokens(row[output]))
+    return TimedRequest(at=at, prompt=_tokens(row[prompt]), output=_tokens(row[output]))
 
 
 def _tokens(value: Any) -> int:
-    """A whole number, written as JSON or as text. Raises ValueError for another one."""
+    """A number of tokens, written as JSON or as text. Raises ValueError for anything else."""
     number = int(value) if isinstance(value, str) else value
     if not fits(number, int) or not 0 <= number <= MOST_TOKENS:
         raise ValueError
@@ -165,40 +171,41 @@ def _tokens(value: Any) -> int:
 
 
 class Prompts:
-    """Prompts of exact lengths, cut from a text that goes round.
+    """Cuts prompts of exact lengths from a text, which starts again at its end.
 
-    units: token ids of the text, or its words where a server tells no ids.
+    units: token ids of the text, or its words if the server does not tokenise.
     """
 
     def __init__(self, units: Sequence[int] | Sequence[str], seed: int) -> None:
         self.units, self.seed = units, seed
 
     def cut(self, name: str, length: int) -> list[int] | str:
-        """The prompt that belongs to a name: the same one every time, other names begin elsewhere
-        in the text."""
+        """The prompt of a name: always the same one. Other names start elsewhere in the text."""
         start = random.Random(f"{self.seed} {name}").randrange(len(self.units))
-        found = [self.units[(start + i) % len(self.units)] for i in range(length)]
-        return " ".join(found) if isinstance(found[0], str) else found  # type: ignore[arg-type,return-value]
+        units = [self.units[(start + i) % len(self.units)] for i in range(length)]
+        return " ".join(units) if isinstance(units[0], str) else units  # type: ignore[arg-type,return-value]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bounds:
-    """What an answer must keep to, to count. Milliseconds."""
+class Goals:
+    """Latencies that an answer must not exceed to count as goodput, in milliseconds."""
 
-    ttft_ms: float | None = setting(None, "Most time to the first token.", above=0)
-    tpot_ms: float | None = setting(None, "Most time of a token after it, on average.", above=0)
+    ttft_ms: float | None = setting(None, "Longest time to the first token.", above=0)
+    tpot_ms: float | None = setting(None, "Longest mean time of each later token.", above=0)
     normalised_ms: float | None = setting(
-        None, "Most time of a token, from arrival to the answer's end.", above=0
+        None, "Longest time per output token, from a request's arrival to its end.", above=0
     )
 
     def __post_init__(self) -> None:
         check(self)
 
     @property
-    def given(self) -> bool:
+    def any_set(self) -> bool:
+        """Whether there is a goal."""
         return (self.ttft_ms, self.tpot_ms, self.normalised_ms) != (None, None, None)
 
-    def kept(self, outcome: "Outcome") -> bool:
+    def are_met(self, outcome: "Outcome") -> bool:
+        """Whether an answer meets all goals."""
         pairs = (
             (outcome.ttft, self.ttft_ms),
             (outcome.tpot, self.tpot_ms),

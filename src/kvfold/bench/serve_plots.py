@@ -1,5 +1,5 @@
-"""Figures of load tests, of their JSON alone: normalised latency against rate (ZACK Fig. 15, ZDC
-Fig. 21), times to the first token and between tokens, requests answered."""
+"""Plots load tests from their JSON: normalised latency against rate (ZACK Fig. 15, ZDC Fig. 21),
+time to the first token and between tokens, requests answered."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ Report = Mapping[str, Any]
 
 
 def check_installed() -> None:
-    """Raises ValueError where Matplotlib is missing."""
+    """Raises ValueError if Matplotlib is not installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -19,8 +19,8 @@ def check_installed() -> None:
 
 
 def write_figure(path: Path, reports: Sequence[Report]) -> None:
-    """A line a report and panel, by the rates that were offered; .svg, .png or .pdf. Rows without
-    such a rate are no points."""
+    """Write a figure with one curve per report and panel over the offered rates, as .svg, .png or
+    .pdf. Results without an offered rate are not drawn."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.6, 6.4), layout="constrained")
@@ -50,7 +50,7 @@ def _draw(axis: Any, report: Report, number: int, name: str, key: str | None) ->
     if key == "p50":
         axis.plot(rates, [row[name]["p99"] for row in rows], linestyle="--", linewidth=0.8, **style)
     elif name == "requests_per_s" and "goodput_per_s" in (rows or [{}])[0]:
-        kept = [row["goodput_per_s"] for row in rows]
-        label = "within the bounds"
-        axis.plot(rates, kept, linestyle=":", linewidth=1, label=label, **style)
+        goodput = [row["goodput_per_s"] for row in rows]
+        label = "goodput"
+        axis.plot(rates, goodput, linestyle=":", linewidth=1, label=label, **style)
         axis.legend(frameon=False, fontsize=8)

@@ -1,4 +1,4 @@
-"""What a load test found: percentiles, goodput, and how far answers agree. Imports no torch."""
+"""Results of a load test: percentiles, goodput, and how far answers agree. Imports no torch."""
 
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 
 from kvfold.bench.serve_client import Outcome
-from kvfold.bench.serve_load import Bounds
+from kvfold.bench.serve_load import Goals
 
 PERCENTILES = (50, 90, 99)
-ATTAINED = 0.9  # of what was sent must keep to the bounds, for a rate to be called sustained
+ATTAINED = 0.9  # share of the requests that must meet the goals for a rate to be sustained
 
 
 def spread(values: Sequence[float]) -> dict[str, float] | None:
-    """Mean and percentiles of seconds, in milliseconds; None of no values."""
+    """Mean and percentiles of seconds, in milliseconds; None without values."""
     if not values:
         return None
     ms = 1e3 * np.asarray(values)
@@ -25,12 +25,13 @@ def spread(values: Sequence[float]) -> dict[str, float] | None:
     }
 
 
-def summary(rate: float | None, outcomes: Sequence[Outcome], bounds: Bounds) -> dict[str, Any]:
-    """One rate's row. rate: requests a second that were offered, infinite: all at once; None: at a
-    trace's times. Rates that were reached are over the time from the start to the last end.
+def summary(rate: float | None, outcomes: Sequence[Outcome], goals: Goals) -> dict[str, Any]:
+    """The results of one rate.
 
-    ttft, jct: from when a request was due; tbt: between pieces of text; tpot: see `Outcome`;
-    late_ms: the client's own delay at worst.
+    rate: requests a second that were offered; infinite: all at once; None: at the times of a trace.
+    Rates in the result are over the time from the start to the end of the last request. ttft, jct:
+    from when a request was due. tbt: between pieces of text. tpot: see `Outcome`. late_ms: longest
+    delay of the client itself.
     """
     good = [x for x in outcomes if x.ok]
     seconds = max(x.ended for x in outcomes)
@@ -51,14 +52,14 @@ def summary(rate: float | None, outcomes: Sequence[Outcome], bounds: Bounds) -> 
         "jct_ms": spread([x.jct for x in good]),
         "normalised_ms": spread([x.normalised for x in good]),
     }
-    if bounds.given:
-        kept = sum(map(bounds.kept, good))
-        row |= {"goodput_per_s": kept / seconds, "attained": kept / len(outcomes)}
+    if goals.any_set:
+        count = sum(map(goals.are_met, good))
+        row |= {"goodput_per_s": count / seconds, "attained": count / len(outcomes)}
     return row
 
 
 def _offered(outcomes: Sequence[Outcome]) -> float | None:
-    """By a trace's times."""
+    """Requests a second by the times of a trace."""
     last = max(x.at for x in outcomes)
     return (len(outcomes) - 1) / last if last else None
 
@@ -68,17 +69,17 @@ def _counts(reasons: Sequence[str]) -> dict[str, int]:
 
 
 def sustained(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The row of the highest rate at which ATTAINED of what was sent keeps to the bounds, with
-    every lower one."""
+    """The results of the highest rate that is sustained: ATTAINED of the requests meet the goals at
+    it and at all lower rates."""
     rated = [x for x in rows if x["offered_per_s"] is not None]
     rated = sorted(rated, key=lambda row: row["offered_per_s"])
     return next(reversed([*takewhile(lambda row: row["attained"] >= ATTAINED, rated)]), None)
 
 
 def agreement(ours: Sequence[str], others: Sequence[str]) -> dict[str, Any]:
-    """How far texts of the same requests, of which there are some, are the same.
+    """How far two lists of answers to the same requests agree; neither may be empty.
 
-    equal: share of equal answers; prefix: mean share of an answer before the first difference.
+    equal: share of equal answers. prefix: mean share of an answer before the first difference.
     """
     pairs = list(zip(ours, others, strict=True))
     return {

@@ -1,4 +1,4 @@
-"""Engines on random weights, with a cache filled as if prompts had been read: latency needs no
+"""Engines on random weights, with a cache filled as if prompts had been prefilled: timing needs no
 trained model.
 
 Shapes: B sequences of T tokens each; G groups of all layers, n pages of the longest, P rows a page.
@@ -33,7 +33,7 @@ NEVER = Schedule(after_prefill=False, before_preempt=False)
 
 
 def config_of(shape: str) -> LlamaConfig:
-    """Of a Llama of that shape."""
+    """The config of a Llama of that shape."""
     width, mlp, vocabulary = WIDTHS[shape]
     geometry = SHAPES[shape]
     return LlamaConfig(
@@ -50,7 +50,7 @@ def config_of(shape: str) -> LlamaConfig:
 
 
 def random_model(shape: str, variant: Variant | None, device: torch.device) -> Any:
-    """A Llama of that shape with random weights in DTYPE, plain, or folded to store what `variant`
+    """A Llama of that shape with random weights in DTYPE: plain, or folded to store what a variant
     keeps."""
     geometry, config = SHAPES[shape], config_of(shape)
     spec = variant_layout(geometry, variant).spec if variant else None
@@ -73,7 +73,7 @@ def random_model(shape: str, variant: Variant | None, device: torch.device) -> A
 
 
 def pool_bytes(layout: CacheLayout, batch: int, tokens: int) -> int:
-    """Bytes of a pool for B sequences of T tokens, ends of slabs included."""
+    """Bytes of a page pool for B sequences of T tokens, with some for pages lost at slab ends."""
     size = layout.page_bytes * -(-tokens // layout.page) * batch
     return size + size // 20 + 2**24
 
@@ -88,8 +88,9 @@ def build_engine(
     evict: str | None = None,
     repair: bool = False,
 ) -> Engine:
-    """An engine for `batch` sequences of `longest` tokens, that compresses none by itself; `evict`:
-    a policy, for a variant with rows that are evicted; repair: those that stay."""
+    """An engine for `batch` sequences of up to `longest` tokens, which evicts only when it is told
+    to. evict: a policy, for a variant whose pages hold eviction scores. repair: refit the values of
+    the tokens that stay."""
     layout = variant_layout(SHAPES[shape], variant)
     config = CacheConfig(
         bits=variant.bits if variant.bits < 16 else None,
@@ -100,15 +101,16 @@ def build_engine(
         repair=repair,
     )
     runner = build_runner(model, config, num_slots=batch, max_tokens=longest)
-    assert runner.pool.layout.page_bytes == layout.page_bytes, "pages are not as predicted"
+    assert runner.pool.layout.page_bytes == layout.page_bytes, "page sizes are not as predicted"
     most = max(4 * default_chunk(runner.device.type), batch)  # as an LLM has it
     return Engine(runner, runner.pool, max_batch_tokens=most, schedule=NEVER)
 
 
 def fill(engine: Engine, batch: int, tokens: int, new: int, cache: CacheParams) -> None:
-    """B requests whose prompts, but for their last token, are in the cache; `new`: most outputs."""
+    """Add B requests whose prompts are in the cache, except for their last token. new: most output
+    tokens of a request."""
     pool = engine.scheduler.pool
-    # Any bytes whose halves are small numbers, as codes, scales, numbers or metrics.
+    # Any bytes that are small numbers in fp16, whether read as codes, scales, numbers or scores.
     pool.arena.random_(0, 64)
     sampling = SamplingParams(max_new_tokens=new, ignore_eos=True)
     for number in range(batch):
@@ -118,7 +120,7 @@ def fill(engine: Engine, batch: int, tokens: int, new: int, cache: CacheParams) 
 
 
 def _number_rows(pool: Pool) -> None:
-    """Every page's rows at consecutive positions, page after page of a sequence."""
+    """Give the token entries of every sequence consecutive positions."""
     words = pool.arena.view(torch.int32)
     for where in pool.layout.layer_groups:
         for kind in plan_pages(pool.layout.groups[where], pool.device).kinds:
@@ -133,7 +135,7 @@ def _number_rows(pool: Pool) -> None:
 
 
 def step(engine: Engine) -> list[StepOutput]:
-    """One step. Raises RuntimeError for a request that failed: the engine only reports it."""
+    """Run one step. Raises RuntimeError if a request failed, which the engine only reports."""
     outputs = engine.step()
     for output in outputs:
         if output.finish_reason == "error":
@@ -142,6 +144,7 @@ def step(engine: Engine) -> list[StepOutput]:
 
 
 def runner_of(engine: Engine) -> ModelRunner:
+    """The engine's runner, with its type."""
     runner = engine.runner
     assert isinstance(runner, ModelRunner)
     return runner

@@ -1,4 +1,4 @@
-"""kvfold bench: one benchmark a file, each with its own flags."""
+"""kvfold bench: benchmarks that users run on their machine, one per file."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ BENCHMARKS: dict[str, Callable[..., None]] = {
 
 bench = Command(
     name="bench",
-    help="Time attention kernels, an engine's decode steps, or a server under load.",
+    help="Time attention kernels, decode steps, or a server under load, on this machine.",
 )
 for place, (name, command) in enumerate(BENCHMARKS.items()):
     bench.command(command, name=name, sort_key=place, help_epilogue=NOTE)

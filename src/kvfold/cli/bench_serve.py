@@ -1,4 +1,4 @@
-"""kvfold bench serve: what a server that speaks OpenAI's HTTP holds, as JSON and plots."""
+"""kvfold bench serve: a load test of an OpenAI-compatible server, with JSON and plots."""
 
 import asyncio
 import os
@@ -15,7 +15,7 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
-from kvfold.bench.serve_load import Bounds, Job, Prompts, Traffic
+from kvfold.bench.serve_load import Goals, Prompts, TimedRequest, Traffic
 from kvfold.cli import common
 from kvfold.cli.bench_common import Output, Results, empty_table, say
 from kvfold.cli.options import MOST, Files, Flag, flags_of, parse_list
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     from kvfold.bench.serve_client import Client, Outcome
 
 KEY = "KVFOLD_API_KEY"
-WIDTH = 120  # of tables in a log
-Url = Annotated[str, Parameter(help="Of the server, such as http://127.0.0.1:8000.")]
+TABLE_WIDTH = 120  # characters, where the output is no terminal
+Url = Annotated[str, Parameter(help="The server's URL, such as http://127.0.0.1:8000.")]
 
 
 @Parameter(name="*", group="Traffic")
 @dataclass(frozen=True, kw_only=True)
 @flags_of(Traffic)
-class Requests:
-    """`Traffic`."""
+class TrafficFlags:
+    """Flags of `Traffic`."""
 
     @property
     def traffic(self) -> Traffic:
@@ -49,36 +49,40 @@ class Requests:
 
 @Parameter(name="*", group="Goals")
 @dataclass(frozen=True, kw_only=True)
-@flags_of(Bounds)
-class Limits:
-    """`Bounds`."""
+@flags_of(Goals)
+class GoalFlags:
+    """Flags of `Goals`."""
 
     @property
-    def bounds(self) -> Bounds:
-        return Bounds(**asdict(self))
+    def goals(self) -> Goals:
+        return Goals(**asdict(self))
 
     def __post_init__(self) -> None:
-        self.bounds  # noqa: B018
+        self.goals  # noqa: B018
 
 
 @Parameter(name="*", group="Server")
 @dataclass(frozen=True, kw_only=True)
-class Asking:
-    """How a server is asked."""
+class ClientFlags:
+    """How requests are sent to the server."""
 
-    model: str | None = setting(None, "The model to ask; by default the only one.")
-    api_key: str | None = setting(None, f"What to send; ${KEY} is not shown by ps.")
-    endpoint: Literal["completions", "chat"] = setting("completions", "What to ask for.")
-    plain: Flag = setting(False, "Send OpenAI's own fields alone; answers may end early.")
+    model: str | None = setting(None, "The model's name; by default the server's only model.")
+    api_key: str | None = setting(
+        None, f"The API key to send; in ${KEY}, other users of this machine do not see it."
+    )
+    endpoint: Literal["completions", "chat"] = setting("completions", "The endpoint to call.")
+    plain: Flag = setting(False, "Send only fields of OpenAI's API; answers may then end early.")
     concurrency: int | None = setting(None, "Most requests that are open at once.", least=1)
-    seconds: float = setting(600.0, "Most time for a rate; what is open then is left.", above=0)
-    warmup: int = setting(1, "Requests before the first rate that are not measured.", least=0)
+    seconds: float = setting(
+        600.0, "Time limit of a rate; requests that are still open are abandoned.", above=0
+    )
+    warmup: int = setting(1, "Requests to send first that are not measured.", least=0)
 
     def __post_init__(self) -> None:
         check(self)
 
 
-REQUESTS, LIMITS, ASKING = Requests(), Limits(), Asking()
+TRAFFIC, GOALS, CLIENT = TrafficFlags(), GoalFlags(), ClientFlags()
 
 
 def serve(
@@ -89,47 +93,50 @@ def serve(
     text: Path | None = None,
     label: str | None = None,
     beside: Files = (),
-    requests: Requests = REQUESTS,
-    asking: Asking = ASKING,
-    limits: Limits = LIMITS,
+    requests: TrafficFlags = TRAFFIC,
+    asking: ClientFlags = CLIENT,
+    limits: GoalFlags = GOALS,
     json: Output = None,
     plot: Path | None = None,
 ) -> None:
-    """Send requests to a server at stated rates and measure what their clients see.
+    """Load-test a running server: send requests at one or more rates, and report latency and
+    throughput as a client sees them.
 
-    Any server that speaks OpenAI's HTTP is measured alike.
+    Works with any OpenAI-compatible server, such as kvfold's and vLLM's.
 
     Parameters
     ----------
     rate
-        Requests a second, separated by commas, as in 1,2,4; inf sends all at once. By default a
-        trace's own times.
+        Requests a second; several rates with commas, as in 1,2,4; inf sends all at once. By default
+        the times of --set trace.
     text
-        Where prompts are cut from, instead of ours.
+        File with the text that prompts are cut from, instead of a packaged one.
     label
-        What the figure calls this server; by default its model.
+        Name of this server in the figure; by default its model.
     beside
-        JSON of earlier runs of the same requests: drawn too, and their answers compared.
+        JSON files of earlier runs with the same requests, to draw in the same figure and to compare
+        answers with.
     plot
         File for a figure: .svg, .png or .pdf.
     """
     check_outputs(json, plot)
     if find_spec("aiohttp") is None:
         raise ValueError('bench serve needs aiohttp: pip install "kvfold[load]"')
-    rates, traffic = parse_rates(rate, requests.traffic), requests.traffic
+    traffic, goals = requests.traffic, limits.goals
+    rates = parse_rates(rate, traffic)
     others = [read_report(path) for path in beside]
     source = packaged("filler.txt") if text is None else read_text(text)
     key = asking.api_key or os.environ.get(KEY)
     settings = {"url": url, "label": label, **asdict(traffic), **asdict(asking)}
-    settings |= {"api_key": None, "bounds": asdict(limits.bounds), "text": text and str(text)}
+    settings |= {"api_key": None, "bounds": asdict(goals), "text": text and str(text)}
     settings["trace"] = traffic.trace and str(traffic.trace)
-    run = Run(url, key, asking, traffic, limits.bounds, rates, source)
+    run = LoadTest(url, key, asking, traffic, goals, rates, source)
     results = Results(json, "serve", settings, versions(), ("rows", "answers"))
     try:
         asyncio.run(run.measure(results))
     finally:
         if rows := results.by_kind["rows"]:
-            show(rows, limits.bounds)
+            show(rows, goals)
             for other in others:
                 print(compared(results, other))
     if plot is not None:
@@ -140,7 +147,7 @@ def serve(
 
 
 def check_outputs(json: Path | None, plot: Path | None) -> None:
-    """Before anything is sent. Raises ValueError."""
+    """Raises ValueError for files that cannot be written, before anything is sent."""
     common.check_outputs(json=json)
     if plot is None:
         return
@@ -153,7 +160,7 @@ def check_outputs(json: Path | None, plot: Path | None) -> None:
 
 
 def versions() -> dict[str, str | None]:
-    """Of the client; the server's are in its answers, if anywhere."""
+    """Versions of the client."""
     from kvfold import __version__
     from kvfold.cli.bench_common import installed
 
@@ -161,19 +168,19 @@ def versions() -> dict[str, str | None]:
 
 
 def parse_rates(text: str | None, traffic: Traffic) -> list[float | None]:
-    """Raises SettingError for rates that are none, or that are needed and not given; ValueError for
-    a trace that cannot be read."""
+    """The rates of --rate; None: the times of the trace. Raises SettingError for rates that are not
+    legal, or missing; ValueError for a trace that cannot be read."""
     example = "numbers such as 1,2,4 or inf"
-    found: list[float | None] = [None]
+    rates: list[float | None] = [None]
     if text is not None:
-        found = [*parse_list(text, "--rate", float, example)]
-    if not all(rate is None or rate > 0 for rate in found):
+        rates = [*parse_list(text, "--rate", float, example)]
+    if not all(rate is None or rate > 0 for rate in rates):
         raise SettingError(f"`rate` must be above 0; got {text!r}")
-    traffic.jobs(found[0])
-    return found
+    traffic.timed(rates[0])
+    return rates
 
 
-# Of an earlier run, what the figure and the comparison read.
+# The fields of an earlier run that the figure and the comparison read, with their types.
 ROW = {
     "offered_per_s": float | None,
     "requests_per_s": float,
@@ -184,44 +191,45 @@ ANSWER = {"rate": str, "number": int, "text": str, "error": str | None}
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """An earlier run. Raises ValueError for a file of another kind."""
+    """The JSON of an earlier run. Raises ValueError for another kind of file."""
     try:
-        found = json_object(read_text(path))
-        if found["benchmark"] == "serve" and _whole(found):
-            return found
+        report = json_object(read_text(path))
+        if report["benchmark"] == "serve" and _is_complete(report):
+            return report
     except (ValueError, KeyError, TypeError):
         pass
     raise ValueError(f"--beside: {path} is no result of kvfold bench serve; make it with --json")
 
 
-def _whole(found: Mapping[str, Any]) -> bool:
-    """Whether the results are there and of their types. Raises KeyError, TypeError."""
-    rows, times = found["rows"], [name for name, kind in ROW.items() if kind == dict | None]
+def _is_complete(report: Mapping[str, Any]) -> bool:
+    """Whether a report has all fields that are read, of the right types. Raises KeyError,
+    TypeError."""
+    rows, times = report["rows"], [name for name, kind in ROW.items() if kind == dict | None]
     spreads = [row[name] for row in rows for name in times if row[name] is not None]
     return (
         bool(rows)
         and all(fits(row[name], kind) for row in rows for name, kind in ROW.items())
         and all(_is_number(row[name] or 0) for row in rows for name in RATES)
         and all(_is_number(x[key]) for x in spreads for key in ("mean", "p50", "p99"))
-        and all(fits(x[name], kind) for x in found["answers"] for name, kind in ANSWER.items())
-        and fits(found["settings"]["label"], str)
+        and all(fits(x[name], kind) for x in report["answers"] for name, kind in ANSWER.items())
+        and fits(report["settings"]["label"], str)
     )
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a float holds it: JSON's whole numbers have no bound."""
+    """Whether a float can hold it: whole numbers in JSON may be of any size."""
     return fits(value, float) and (abs(value) < MOST or isinstance(value, float))
 
 
 @dataclass
-class Run:
-    """A load test: rates one after the other."""
+class LoadTest:
+    """Sends the traffic to a server at one rate after the other."""
 
     url: str
     key: str | None
-    asking: Asking
+    flags: ClientFlags
     traffic: Traffic
-    bounds: Bounds
+    goals: Goals
     rates: Sequence[float | None]
     text: str
 
@@ -229,98 +237,101 @@ class Run:
         from kvfold.bench.serve_client import Server, connected
         from kvfold.bench.serve_results import summary
 
-        asked = self.asking
         server = Server(
             url=self.url,
-            model=asked.model,
+            model=self.flags.model,
             api_key=self.key,
-            endpoint=asked.endpoint,
-            plain=asked.plain,
+            endpoint=self.flags.endpoint,
+            plain=self.flags.plain,
         )
         async with connected(server) as client:
-            about = results.metadata["settings"]
-            about["label"] = about["label"] or client.model.name
-            about["model"] = client.model.name
+            settings = results.metadata["settings"]
+            settings["label"] = settings["label"] or client.model.name
+            settings["model"] = client.model.name
             prompts = await self.prompts(client)
-            about["prompts"] = "token ids" if isinstance(prompts.units[0], int) else "words"
+            settings["prompts"] = "token ids" if isinstance(prompts.units[0], int) else "words"
             await self.warm_up(client, prompts)
             for rate in self.rates:
-                outcomes = await self.at(client, rate, prompts)
-                row = summary(rate, outcomes, self.bounds)
+                outcomes = await self.at_rate(client, rate, prompts)
+                row = summary(rate, outcomes, self.goals)
                 results.add("answers", *(answer_of(row, *pair) for pair in enumerate(outcomes)))
                 results.add("rows", row)
 
     async def prompts(self, client: "Client") -> Prompts:
-        ids = None if self.asking.endpoint == "chat" else await client.token_ids(self.text)
+        ids = None if self.flags.endpoint == "chat" else await client.token_ids(self.text)
         return Prompts(ids or self.text.split(), self.traffic.seed)
 
     async def warm_up(self, client: "Client", prompts: Prompts) -> None:
-        """What a server compiles for its first requests is no part of any rate."""
-        jobs = self.fit(client, self.traffic.jobs(inf))[: self.asking.warmup]
-        if jobs:
-            await self.send(client, jobs, prompts, "warm up")
+        """Send requests that are not measured: servers compile for their first requests."""
+        requests = self.fitting(client, self.traffic.timed(inf))[: self.flags.warmup]
+        if requests:
+            await self.send(client, requests, prompts, "warm up")
 
-    async def at(self, client: "Client", rate: float | None, prompts: Prompts) -> "list[Outcome]":
-        """One rate. Raises ValueError where the model has room for none of the requests."""
-        jobs = [x for x in self.traffic.jobs(rate) if x.at < self.asking.seconds]
-        fit = self.fit(client, jobs)
+    async def at_rate(
+        self, client: "Client", rate: float | None, prompts: Prompts
+    ) -> "list[Outcome]":
+        """Measure one rate. Raises ValueError if no request fits into the model's context."""
+        requests = [x for x in self.traffic.timed(rate) if x.at < self.flags.seconds]
+        fit = self.fitting(client, requests)
         if len(fit) < self.traffic.requests:
             most = client.model.max_tokens
             say(
                 f"{len(fit)} of {self.traffic.requests} requests are sent: the others exceed the "
-                f"model's {most} tokens, or the {self.asking.seconds:g} s, or are not in the trace"
+                f"model's {most} tokens, or the {self.flags.seconds:g} s, or are not in the trace"
             )
         return await self.send(client, fit, prompts, f"rate {rate}")
 
-    def fit(self, client: "Client", jobs: Sequence[Job]) -> list[Job]:
+    def fitting(self, client: "Client", requests: Sequence[TimedRequest]) -> list[TimedRequest]:
+        """The requests that fit into the model's context. Raises SettingError if none does."""
         most = client.model.max_tokens or inf
-        found = [job for job in jobs if job.prompt + job.output <= most]
-        if not found:
+        fit = [x for x in requests if x.prompt + x.output <= most]
+        if not fit:
             raise SettingError(
                 f"no request fits the model's {most} tokens: lower `max_input` or `input_tokens`"
             )
-        return found
+        return fit
 
     async def send(
-        self, client: "Client", jobs: Sequence[Job], prompts: Prompts, name: str
+        self, client: "Client", requests: Sequence[TimedRequest], prompts: Prompts, name: str
     ) -> "list[Outcome]":
         with common.progress() as progress:
             return await client.replay(
-                jobs,
+                requests,
                 prompts,
                 name=name,
-                concurrency=self.asking.concurrency,
-                seconds=self.asking.seconds,
+                concurrency=self.flags.concurrency,
+                seconds=self.flags.seconds,
                 done=partial(progress, name),
             )
 
 
 def answer_of(row: dict[str, Any], number: int, outcome: "Outcome") -> dict[str, Any]:
-    """A request as it is kept: its times in seconds from the start, and its text."""
+    """The JSON record of a request: its times in seconds from the start, and its text."""
     names = ("at", "sent", "ended", "prompt_tokens", "output_tokens", "finish_reason", "error")
-    kept = {name: getattr(outcome, name) for name in names}
+    fields = {name: getattr(outcome, name) for name in names}
     first = outcome.events[0] if outcome.events else None
-    return {"rate": row["rate"], "number": number, **kept, "first": first, "text": outcome.text}
+    return {"rate": row["rate"], "number": number, **fields, "first": first, "text": outcome.text}
 
 
-def show(rows: Sequence[dict[str, Any]], bounds: Bounds) -> None:
-    """Print a line a rate, then what the lines do not say."""
+def show(rows: Sequence[dict[str, Any]], goals: Goals) -> None:
+    """Print a table with one line per rate, then errors and the highest rate that meets the
+    goals."""
     from kvfold.bench.serve_results import sustained
 
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    console.print(table(rows, bounds.given))
+    console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
+    console.print(table(rows, goals.any_set))
     for row in rows:
         for error, count in row["errors"].items():
             print(f"rate {row['rate']}: {count} of {row['requests']} failed: {error}")
-    if bounds.given:
+    if goals.any_set:
         best = sustained(rows)
-        print("no rate kept to the bounds" if best is None else held(best))
+        print("no rate met the goals" if best is None else sustained_text(best))
 
 
-def held(row: Mapping[str, Any]) -> str:
+def sustained_text(row: Mapping[str, Any]) -> str:
     return (
         f"sustained: {row['offered_per_s']:g} requests/s offered, {row['goodput_per_s']:.2f} "
-        f"answered within the bounds ({100 * row['attained']:.0f} %)"
+        f"answered within the goals ({100 * row['attained']:.0f} %)"
     )
 
 
@@ -328,28 +339,29 @@ SAME = (*(field.name for field in fields(Traffic)), "text", "endpoint", "prompts
 
 
 def compared(results: Results, other: dict[str, Any]) -> str:
-    """How far this run's answers are those of an earlier one."""
+    """How far this run's answers equal those of an earlier one, as a sentence."""
     from kvfold.bench.serve_results import agreement
 
     ours, name = results.metadata["settings"], other["settings"]["label"]
     differ = [key for key in SAME if ours[key] != other["settings"].get(key)]
-    pairs = [{(x["rate"], x["number"]): x["text"] for x in found if x["error"] is None}
-             for found in (results.by_kind["answers"], other["answers"])]  # fmt: skip
-    both = sorted(pairs[0].keys() & pairs[1].keys())
+    texts = [{(x["rate"], x["number"]): x["text"] for x in answers if x["error"] is None}
+             for answers in (results.by_kind["answers"], other["answers"])]  # fmt: skip
+    both = sorted(texts[0].keys() & texts[1].keys())
     if differ or not both:
         why = f"{differ[0]} differs" if differ else "no request was answered in both"
         return f"{name}: answers are not compared, {why}"
-    found = agreement([pairs[0][key] for key in both], [pairs[1][key] for key in both])
+    alike = agreement([texts[0][key] for key in both], [texts[1][key] for key in both])
     return (
-        f"{name}: {100 * found['equal']:.0f} % of {found['answers']} answers are equal; "
-        f"{100 * found['prefix']:.0f} % of an answer comes before the first difference"
+        f"{name}: {100 * alike['equal']:.0f} % of {alike['answers']} answers are equal; "
+        f"{100 * alike['prefix']:.0f} % of an answer comes before the first difference"
     )
 
 
-def table(rows: Sequence[dict[str, Any]], bounded: bool) -> Table:
-    """Milliseconds: medians and the 99th percentile, normalised latency's mean."""
-    goodput = ("goodput/s",) if bounded else ()
-    found = empty_table(
+def table(rows: Sequence[dict[str, Any]], has_goals: bool) -> Table:
+    """Times in milliseconds: medians and 99th percentiles, and means of JCT (job completion time)
+    and of normalised latency."""
+    goodput = ("goodput/s",) if has_goals else ()
+    table = empty_table(
         *("rate", "done", "requests/s", *goodput, "out tokens/s", "TTFT p50", "p99", "TBT p50"),
         *("p99", "JCT mean", "ms/token"),
     )
@@ -363,8 +375,8 @@ def table(rows: Sequence[dict[str, Any]], bounded: bool) -> Table:
             ("normalised_ms", "mean"),
         )
         numbers = [f"{row['requests_per_s']:.2f}"]
-        numbers += [f"{row['goodput_per_s']:.2f}"] if bounded else []
+        numbers += [f"{row['goodput_per_s']:.2f}"] if has_goals else []
         numbers += [f"{row['output_tokens_per_s']:.0f}"]
         numbers += [f"{row[name][key]:.1f}" if row[name] else "-" for name, key in times]
-        found.add_row(row["rate"], f"{row['completed']}/{row['requests']}", *numbers)
-    return found
+        table.add_row(row["rate"], f"{row['completed']}/{row['requests']}", *numbers)
+    return table

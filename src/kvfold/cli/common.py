@@ -1,4 +1,4 @@
-"""Parts of every command: load quietly, show progress, say what ran."""
+"""Shared parts of commands: loading, progress, records of what ran."""
 
 import dataclasses
 import platform
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, int, int], None]
 DEFAULT_CTX = 1024
-FIRST, EVERY = 10, 30  # seconds between lines of progress in a log
+FIRST, EVERY = 10, 30  # seconds before the first and between further lines of progress in a log
 
 
 def quiet() -> None:
-    """From here on no output of transformers' own."""
+    """Turn off messages and progress bars of transformers and of the hub's client."""
     import transformers
     from huggingface_hub.utils import disable_progress_bars
     from huggingface_hub.utils import logging as hub_logging
@@ -45,24 +45,24 @@ def quiet() -> None:
     hub_logging.set_verbosity_error()
 
 
-def load_config(name: str, beside: "Sidecar | None" = None) -> Any:
-    """The config of a model. Raises ValueError where the maps beside it cannot be of this model."""
+def load_config(name: str, maps: "Sidecar | None" = None) -> Any:
+    """The config of a model. Raises ValueError for maps that cannot be of this model."""
     from kvfold.hub import loading
 
     quiet()
     config = loading.load_config(name)
-    if beside is not None:
+    if maps is not None:
         if saved_spec(config) is not None:
             raise SettingError(
                 f"`maps` are for an original model, and {name!r} is compressed already: leave them"
                 " out, or name the original"
             )
-        beside.check_config(config)
+        maps.check_config(config)
     return config
 
 
 def load(name: str, place: Place) -> Any:
-    """The model of a directory, hub id or reference."""
+    """Load the model of a directory, hub id or reference."""
     from kvfold.hub import loading
 
     quiet()
@@ -70,7 +70,7 @@ def load(name: str, place: Place) -> Any:
 
 
 def base_and_maps(model: str, maps: str | None) -> tuple[str, str | None]:
-    """The names of a model and its maps, where MODEL may be a folder of maps."""
+    """The names of a model and its maps, for a MODEL that may be a folder of maps."""
     from kvfold.maps.named import base_and_maps
 
     quiet()
@@ -78,7 +78,7 @@ def base_and_maps(model: str, maps: str | None) -> tuple[str, str | None]:
 
 
 def load_maps(name: str | None) -> "Sidecar | None":
-    """The maps in a folder or on the hub."""
+    """Load maps from a folder or the hub; None for None."""
     if name is None:
         return None
     from kvfold.maps.sidecar import Sidecar
@@ -88,8 +88,8 @@ def load_maps(name: str | None) -> "Sidecar | None":
 
 
 def check_context(maps: str | None, context: object) -> None:
-    """Raises SettingError for packed contexts, which lose tokens, where maps stand beside a
-    model."""
+    """Raises SettingError for packed contexts together with maps: packing evicts tokens, which
+    works without maps only."""
     if maps is not None and context:
         raise SettingError(
             "`maps` and `context` exclude each other: with maps beside the weights nothing is"
@@ -98,14 +98,14 @@ def check_context(maps: str | None, context: object) -> None:
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a model."""
+    """Load the tokenizer of a model."""
     from kvfold.hub import loading
 
     return loading.load_tokenizer(name)
 
 
 def check_outputs(*, html: Path | None = None, json: Path | None = None) -> None:
-    """Raises ValueError for a file that could not be written after the work is done."""
+    """Raises ValueError for a file that cannot be written, before the work starts."""
     for path in (html, json):
         if path is not None:
             check_writable(path)
@@ -116,15 +116,15 @@ def check_outputs(*, html: Path | None = None, json: Path | None = None) -> None
 
 
 def context(model: Any, windows: Windows) -> int:
-    """--ctx, or the default where the model, of which its config is enough, has that many
-    positions."""
+    """Tokens per window: --ctx, or the default, at most the model's positions. model: or its
+    config."""
     from kvfold.evaluation.perplexity import max_positions
 
     return windows.ctx or min(DEFAULT_CTX, max_positions(model) or DEFAULT_CTX)
 
 
 def named_texts(paths: Sequence[Path]) -> dict[str, str]:
-    """Texts by file name (without .txt and the like), or the packaged held-out text."""
+    """Texts by file name without its ending, or the packaged held-out text."""
     from kvfold.utils.text import packaged, read_text
 
     if not paths:
@@ -142,9 +142,9 @@ def measurement(
     cache: "CacheConfig | None",
     texts: dict[str, str],
     tasks: "dict[str, list[Task]]",
-    beside: "Sidecar | None" = None,
+    maps: "Sidecar | None" = None,
 ) -> "Measurement":
-    """A measurement to make of a model of this config, and through which cache and maps."""
+    """What to measure on a model of this config, and with which cache and maps."""
     from kvfold.evaluation.measure import Measurement, needle_lengths, text_windows
 
     ctx = context(config, windows)
@@ -156,13 +156,13 @@ def measurement(
         chunk=windows.chunk,
         batch=windows.batch,
         cache=cache,
-        maps=beside,
+        maps=maps,
         agnostic=windows.agnostic,
     )
 
 
 def read_tasks(paths: Sequence[Path]) -> "dict[str, list[Task]]":
-    """The rows of every file."""
+    """The tasks of every file, by its path."""
     from kvfold.evaluation import tasks
 
     return {str(path): tasks.read_tasks(path) for path in paths}
@@ -173,60 +173,63 @@ def cache_config(
     storage: Storage,
     place: Place,
     planned: bool = False,
-    beside: "Sidecar | None" = None,
+    maps: "Sidecar | None" = None,
 ) -> "CacheConfig | None":
-    """How the paged cache is to store tokens of a model of this config, whose bits are `planned` or
-    become so, with maps beside it or without; None: transformers' cache serves. Raises ValueError
-    for what these cannot do together."""
+    """The paged cache's configuration for a model of this config; None if transformers' cache
+    serves.
+
+    planned: the model's bits will be planned. Raises ValueError for settings that do not work with
+    this model, these maps or this device.
+    """
     from kvfold.cache.eviction import policies
     from kvfold.engine.runner.build import check_beside_maps, check_served
     from kvfold.hub.loading import default_device
     from kvfold.models.families import has_family
     from kvfold.ops.backend import use_triton
 
-    spec = saved_spec(config) if beside is None else beside.spec
+    spec = saved_spec(config) if maps is None else maps.spec
     cache = storage.config(planned or (spec is not None and spec.planned))
-    if cache is not None and (beside is not None or not has_family(config)):
+    if cache is not None and (maps is not None or not has_family(config)):
         check_beside_maps(cache)
         use_triton((place.device or default_device()).partition(":")[0])
     elif cache is not None:
-        named = next(iter(policies.POLICIES)) if cache.evict == AUTO else cache.evict
-        check_served(config, spec, policies.get(named) if named else None, cache)
+        policy = next(iter(policies.POLICIES)) if cache.evict == AUTO else cache.evict
+        check_served(config, spec, policies.get(policy) if policy else None, cache)
         use_triton((place.device or default_device()).partition(":")[0])
     return cache
 
 
 def with_policy(model: Any, tokenizer: Any, cache: "CacheConfig | None") -> "CacheConfig | None":
-    """The same with a policy in place of `auto`, which is measured first; what it was measured by
-    goes to stderr."""
+    """The configuration with a policy in place of `auto`: measures several on the model and prints
+    the results to stderr."""
     if cache is None or cache.evict != AUTO:
         return cache
     from kvfold.evaluation import auto
 
     with progress() as report:
-        found = auto.trials(model, tokenizer, cache, report)
-    best = auto.choose(found)
-    each = (f"{x.policy} {x.right:.0%} answered, {x.lost:+.3f} nats" for x in found)
-    print(f"--evict {AUTO}: {best} ({'; '.join(each)})", file=sys.stderr)
+        trials = auto.trials(model, tokenizer, cache, report)
+    best = auto.choose(trials)
+    results = (f"{x.policy} {x.right:.0%} answered, {x.lost:+.3f} nats" for x in trials)
+    print(f"--evict {AUTO}: {best} ({'; '.join(results)})", file=sys.stderr)
     return dataclasses.replace(cache, evict=best)
 
 
 def saved_spec(config: Any) -> "CacheSpec | None":
-    """As `checkpoint.saved_spec`."""
+    """The cache layout of a folded checkpoint; None for an ordinary model."""
     from kvfold.hub import checkpoint
 
     return checkpoint.saved_spec(config)
 
 
 def settings(model: Any, windows: Windows, storage: Storage) -> dict[str, Any]:
-    """The settings of a measurement, for its record."""
+    """The settings of a measurement, for its JSON record."""
     resolved = {"ctx": context(model, windows), "dtype": str(model.dtype).removeprefix("torch.")}
     return {**dataclasses.asdict(windows), **resolved, "cache": dataclasses.asdict(storage)}
 
 
 @contextmanager
 def progress(clock: Callable[[], float] = time.monotonic) -> Iterator[Progress]:
-    """A bar on stderr for the work in hand; where that is no terminal, a line now and then."""
+    """Show progress on stderr: a bar on a terminal, else a line now and then. clock: in seconds."""
     if not sys.stderr.isatty():
         yield Lines(clock)
         return
@@ -253,11 +256,11 @@ def progress(clock: Callable[[], float] = time.monotonic) -> Iterator[Progress]:
 
 
 class Lines:
-    """Progress for a log: a line after FIRST seconds, then one every EVERY. clock: in seconds."""
+    """Prints progress for a log: a line after FIRST seconds, then one every EVERY seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock, self.name = clock, ""
-        self.begin = self.last = clock()  # of the work in hand, and when it was last heard of
+        self.begin = self.last = clock()  # when the current work began, and last reported
         self.due = self.begin + FIRST
 
     def __call__(self, name: str, done: int, total: int) -> None:
@@ -271,12 +274,12 @@ class Lines:
             return
         self.due = now + EVERY
         left = (now - self.begin) / max(done, 1) * (total - done)
-        about = f"{left:.0f} s" if left < 100 else f"{left / 60:.0f} min"
-        print(f"{name}: {done} of {total}, about {about} left", file=sys.stderr, flush=True)
+        time_left = f"{left:.0f} s" if left < 100 else f"{left / 60:.0f} min"
+        print(f"{name}: {done} of {total}, about {time_left} left", file=sys.stderr, flush=True)
 
 
 def versions(device: Any) -> dict[str, str | None]:
-    """Versions that a measurement was made with."""
+    """Versions of everything that decides a measurement."""
     import torch
     import transformers
 
@@ -315,7 +318,7 @@ def compressor(
     target: "Target",
     align: int | None,
 ) -> "Compressor":
-    """A recipe on the loaded model of a config, with its calibration settings, for a size."""
+    """A compressor of a named model, which is loaded after the recipe and size are checked."""
     from kvfold.compression.compressor import Compressor
 
     settings = check_recipe(config, recipe, calibration.max_tokens, target, align)
@@ -332,8 +335,8 @@ def compressor(
 def check_recipe(
     config: Any, recipe: "str | Recipe", max_tokens: int | None, target: "Target", align: int | None
 ) -> "Recipe":
-    """A recipe, or the one of that name. Raises ValueError where a model of this config cannot be
-    folded by it to such a size, or not calibrated on so many tokens; before one is loaded."""
+    """The recipe of a name, checked before a model is loaded. Raises ValueError if a model of this
+    config cannot be folded by it to this size, or not be calibrated on that many tokens."""
     from kvfold import recipes
     from kvfold.compression.compressor import check_config
 

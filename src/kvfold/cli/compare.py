@@ -1,4 +1,4 @@
-"""kvfold compare: recipes and sizes of one model, on the same text."""
+"""kvfold compare: measures several recipes and sizes of one model on the same text."""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -26,11 +26,11 @@ from kvfold.utils.errors import SettingError, renamed
 from kvfold.utils.files import write_json
 
 if TYPE_CHECKING:
-    from kvfold.cli.methods import Asked
+    from kvfold.cli.methods import StoredMethod
     from kvfold.evaluation.compare import Row
     from kvfold.evaluation.comparison import Method
 
-NAMES = f"Separated by commas, of {known.NAMES}."
+NAMES = f"Recipes, separated by commas: {known.NAMES}."
 DEFAULT_RECIPES, DEFAULT_KEEPS = "zack,palu-j,fast,lean,small", "0.5,0.35,0.25"
 
 
@@ -55,40 +55,43 @@ def compare(
     storage: Storage = STORAGE,
     place: Place = PLACE,
 ) -> None:
-    """Fold MODEL in several ways and say what each saves and costs.
+    """Compare compression methods on MODEL: the size and the loss of each, in one table.
 
-    All recipes see the same calibration text; losses are paired with the original's by window.
+    All methods are calibrated and measured on the same text, and losses are paired window by
+    window.
 
     Parameters
     ----------
     keep
-        Shares of the cache, separated by commas.
+        Shares of the cache to keep, for all --recipes; several shares with commas.
     methods
-        Instead of --recipes, --keep and options of the cache: rows separated by semicolons, a
-        recipe and a size, or neither, and such options, as in "swift 4x; zdc .5 --bits 4; --bits
-        8", or a name, such as "KIVI 2 bits". ours, published, papers: many of them.
+        Methods to compare, instead of --recipes and --keep, separated by semicolons. A method is a
+        recipe and a size, options of the cache, or both: "swift 4x; zdc .5 --bits 4; --bits 8".
+        Names of published methods work too, such as "KIVI 2 bits", and ours, published or papers
+        stand for many of them.
     baseline
-        The row that losses are paired with: a method, or a recipe and its share, as "zack 0.5".
+        The method that losses are paired with: as in --methods, or a recipe and its share, such as
+        "zack 0.5".
     text
-        Text files to measure on (.txt, .xz, .gz); without any, a packaged one.
+        Text files to measure on (.txt, .xz, .gz); by default a packaged text.
     calib
-        Text files to calibrate on instead of ours.
+        Text files to calibrate on (.txt, .xz, .gz); by default a packaged text.
     calib_tokens
-        Tokens of calibration text, which decide the time: by default 32768 where the model is on a
-        GPU, 12288 on a CPU.
+        Tokens to calibrate on; more take longer. By default 32768 on a GPU, 12288 on a CPU.
     stats
-        Statistics file: reused if it fits, written if absent.
+        File for the results of the calibration pass: read if it exists and fits the model, else
+        written.
     align
-        Ranks are multiples of it; 1 compares methods as published.
+        Make ranks multiples of this number; 1 compares methods as published.
     html
-        File for a report with pictures.
+        File for a report with plots.
     json
-        File for the results; written after every row.
+        File for the results as JSON; it is written after every method.
     seed
-        Of calibration.
+        Seed of what calibration draws at random.
     """
-    asked = requested(methods, recipes, keep, align, storage)
-    check_baseline(baseline, [method for method, _ in asked])
+    wanted = requested(methods, recipes, keep, align, storage)
+    check_baseline(baseline, [method for method, _ in wanted])
     common.check_outputs(html=html, json=json)
     with renamed(max_tokens="calib_tokens"):
         calibration = Calibration(calib=calib, stats=stats, max_tokens=calib_tokens, seed=seed)
@@ -97,7 +100,7 @@ def compare(
     answers = common.read_tasks(tasks)
     config, tokenizer = common.load_config(model), common.load_tokenizer(model)
     with renamed(max_tokens="calib_tokens"):
-        chosen = [check_method(config, method, own, calib_tokens, place) for method, own in asked]
+        chosen = [check_method(config, *pair, calib_tokens, place) for pair in wanted]
     caches = [method.cache for method in chosen]
     evicting = next((cache for cache in caches if cache and cache.evict), caches[0])
     what = common.measurement(config, tokenizer, windows, evicting, texts, answers)
@@ -151,7 +154,7 @@ def compare(
 
 
 def check_baseline(baseline: str, methods: "Sequence[Method]") -> None:
-    """Raises SettingError for a row that will not be."""
+    """Raises SettingError for a baseline that is not compared."""
     from kvfold.evaluation.compare import labels
     from kvfold.evaluation.comparison import ORIGINAL
 
@@ -162,16 +165,17 @@ def check_baseline(baseline: str, methods: "Sequence[Method]") -> None:
 
 def requested(
     methods: str | None, recipes: str, keep: str, align: int | None, storage: Storage
-) -> "list[Asked]":
-    """The rows asked for. Raises ValueError for what none can be, or asked for twice."""
+) -> "list[StoredMethod]":
+    """The methods to compare, by the options. Raises ValueError for options that exclude each
+    other, or are not legal."""
     from kvfold.cli.methods import by_recipe, read
 
     if methods is None:
         return by_recipe(recipes, keep, align, storage)
-    given = {"recipes": recipes != DEFAULT_RECIPES, "keep": keep != DEFAULT_KEEPS}
-    given |= {"align": align is not None}
-    given |= {x.name: getattr(storage, x.name) != x.default for x in fields(storage)}
-    for name in (name for name, changed in given.items() if changed):
+    excluded = {"recipes": recipes != DEFAULT_RECIPES, "keep": keep != DEFAULT_KEEPS}
+    excluded |= {"align": align is not None}
+    excluded |= {x.name: getattr(storage, x.name) != x.default for x in fields(storage)}
+    for name in (name for name, changed in excluded.items() if changed):
         raise SettingError(
             f"`methods` says what is folded and how tokens are stored: leave `{name}` out, or write"
             " it into a method"
@@ -182,8 +186,8 @@ def requested(
 def check_method(
     config: Any, method: "Method", storage: Storage, calib_tokens: int | None, place: Place
 ) -> "Method":
-    """The method with its cache. Raises ValueError where a model of this config cannot be folded
-    or stored so."""
+    """A method with its cache. Raises ValueError if it does not work with a model of this
+    config."""
     from kvfold.engine.runner.build import layout_of
 
     recipe, target = method.recipe, method.target
@@ -196,7 +200,7 @@ def check_method(
 
 
 def check_files(calibration: Calibration) -> None:
-    """Raises ValueError for files that cannot be read, or written after the work is done."""
+    """Raises ValueError for files that cannot be read or written, before the work starts."""
     from kvfold import api
 
     api.check_files(calibration.calib, calibration.stats, None)
@@ -205,7 +209,7 @@ def check_files(calibration: Calibration) -> None:
 def record(
     model: str, rows: "Sequence[Row]", settings: dict[str, Any], device: Any
 ) -> dict[str, Any]:
-    """Everything a table or figure is made from."""
+    """The JSON record: everything that a table or figure is made from."""
     from kvfold.evaluation.compare import to_json
 
     versions = common.versions(device)
@@ -213,7 +217,7 @@ def record(
 
 
 def print_rows(rows: "Sequence[Row]", conditions: str = "", baseline: str = "original") -> None:
-    """The table of what has been measured, if anything; as `evaluation.compare.table`."""
+    """Print the table of `evaluation.compare`, if anything was measured."""
     from kvfold.evaluation.compare import table
 
     if rows:

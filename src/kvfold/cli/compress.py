@@ -1,10 +1,9 @@
-"""kvfold compress: maps of a model's keys and values, or a folded checkpoint."""
+"""kvfold compress: makes maps of a model's keys and values, or a folded checkpoint."""
 
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,29 +48,29 @@ def compress(
     calibration: Calibration = CALIBRATION,
     place: Place = PLACE,
 ) -> None:
-    """Write maps by which MODEL's cache becomes smaller; with --fold, a checkpoint that has them in
-    its weights.
+    """Make MODEL's KV cache smaller: write maps for it, or with --fold a new checkpoint.
 
-    Maps are some megabytes beside a model of any type, which `generate`, `eval`, `serve`,
-    `kvfold.attach` and vLLM take; the model may be quantised or have a LoRA. --hybrid, --fastest,
-    --recover, --learn-scores and the published recipes need --fold, which takes a model
-    of the families that kvfold knows.
+    Maps are a folder of a few MB, used together with the unchanged model by `generate`, `eval`,
+    `serve`, `kvfold.attach` and vLLM. The model may be of any type, quantised, or have a LoRA.
+    --fold works for the model families that docs/recipes.md lists. It is needed for the recipes of
+    papers, and for the settings fastest, hybrid, recover and learn-scores.
 
     Parameters
     ----------
     windows
-        Maps also of layers with a sliding window where others hold most of a long context.
+        Also make maps for layers with a sliding window, if other layers hold most of a long
+        context.
     fold
-        Write an ordinary checkpoint that stores less, instead of maps.
+        Write an ordinary checkpoint with the maps folded into its weights, instead of maps.
     recover
-        Steps in which the maps learn from the original on the calibration text; for a GPU.
+        Training steps in which the maps learn from the original model; best on a GPU.
     learn_scores
-        Learn what rows are worth, for --evict learned.
+        Learn the scores of --evict learned.
     no_check
-        Save it without measuring first what maps lose on text that calibration did not read, or
-        without comparing a checkpoint's answer to a short prompt with the original's.
+        Skip the check before saving: it measures what maps lose on text that calibration did not
+        read, or compares a checkpoint's answer to a short prompt with the original's.
     output
-        New directory, written whole or not at all.
+        New directory to write to. It is written completely or not at all.
     """
     from kvfold import api
     from kvfold.hub.checkpoint import provenance_of
@@ -80,57 +79,65 @@ def compress(
     recipe = recipe_of(goal, recipe)
     fastest.check(size, recipe, calibration.stats)
     api.check_fold(fold, windows, fastest=fastest.fastest)
+    target = size.target
     begin = time.perf_counter()
-    if fastest.fastest:
-        with stopped(output), renamed(max_tokens="calib_tokens"):
-            made = fold_fastest(
+    with stopped(output), renamed(max_tokens="calib_tokens"), common.progress() as progress:
+        options: dict[str, Any] = {
+            "calib": list(calibration.calib) or None,
+            "device": place.device,
+            "dtype": place.dtype,
+            "output": output,
+            "max_tokens": calibration.max_tokens,
+            "recover": recover,
+            "learn_scores": learn_scores,
+            "check": not no_check,
+            "seed": calibration.seed,
+            "progress": progress,
+            "say": say,
+        }
+        if fastest.fastest:
+            assert target.budget is not None  # Fastest.check
+            result = api.compress_fastest(
                 model,
-                size,
-                fastest,
-                calibration,
-                place,
-                recover,
-                learn_scores,
-                not no_check,
-                output,
+                target.budget,
+                levels=target.levels,
+                batch=fastest.batch,
+                context=fastest.context,
+                **options,
             )
-    else:
-        with stopped(output), renamed(max_tokens="calib_tokens"), common.progress() as progress:
-            made = api.compress(
+        else:
+            result = api.compress(
                 model,
                 recipe,
                 fold=fold,
-                **vars(size.target),
+                keep=target.keep,
+                factor=target.factor,
+                bytes_per_token=target.bytes_per_token,
+                budget=target.budget,
+                hybrid=target.hybrid,
+                levels=target.levels,
+                prefer=target.prefer,
                 windows=windows,
                 align=size.align,
-                calib=list(calibration.calib) or None,
-                device=place.device,
-                dtype=place.dtype,
                 statistics=calibration.stats,
-                output=output,
-                max_tokens=calibration.max_tokens,
-                recover=recover,
-                learn_scores=learn_scores,
-                check=not no_check,
-                seed=calibration.seed,
-                progress=progress,
-                say=say,
+                **options,
             )
     seconds = time.perf_counter() - begin
     if fold:
-        why = None if fastest.fastest else provenance_of(made).get("chosen")
+        why = None if fastest.fastest else provenance_of(result).get("chosen")
         stored = api.stored_dtype(common.load_config(model), place.dtype)
-        say_folded(made, stored or made.dtype, why)
+        say_folded(result, stored or result.dtype, why)
         print(f"compressed in {seconds:.1f} seconds, saved to {output}")
     else:
-        say_maps(made)
+        say_maps(result)
         disk = in_bytes(folder_bytes(output))
         print(f"made in {seconds:.1f} seconds, saved to {output} ({disk})")
         print(f'use them by --maps {output}, or kvfold.attach(model, "{output}")')
 
 
 def recipe_of(goal: Goal, recipe: str | None) -> str | None:
-    """The recipe that is named, or serves a goal; None for the default, which serves speed."""
+    """The recipe that is named, or the one for a goal; None for the default, which is for
+    speed."""
     if goal is None:
         return recipe
     if recipe is not None:
@@ -140,77 +147,14 @@ def recipe_of(goal: Goal, recipe: str | None) -> str | None:
     return GOALS[goal]
 
 
-def fold_fastest(
-    model: str,
-    size: Size,
-    fastest: Fastest,
-    calibration: Calibration,
-    place: Place,
-    recover: int,
-    learn_scores: bool,
-    check: bool,
-    output: Path,
-) -> Any:
-    """A model folded to what is predicted to be the fastest within a budget, and saved."""
-    from kvfold import api
-    from kvfold.calibration.saved_pass import saved_beside
-    from kvfold.compression.planning.step_time import load_of
-    from kvfold.compression.training.recover import check_steps
-    from kvfold.evaluation import comparison
-    from kvfold.evaluation.answers import Answer
-    from kvfold.evaluation.fastest import TRIED, search_fastest
-    from kvfold.utils.files import new_directory
-
-    check_steps(recover)
-    api.check_files(calibration.calib, calibration.stats, output)
-    with saved_beside(output, say) as saved, new_directory(output) as folder:
-        config = common.load_config(model)
-        target, load = size.target, load_of(config, fastest.batch, fastest.context)
-        for name in TRIED:
-            common.check_recipe(config, name, calibration.max_tokens, target, None)
-        say(f"loading {model}")
-        loaded, tokenizer = common.load(model, place), common.load_tokenizer(model)
-        compressors = comparison.compressors_of(
-            loaded,
-            tokenizer,
-            list(TRIED),
-            calib=list(calibration.calib) or None,
-            max_tokens=calibration.max_tokens,
-            seed=calibration.seed,
-            saved=saved,
-        )
-        stored = api.stored_dtype(config, place.dtype)
-        api.announce(compressors[0], fold=True, output=output, stored=stored, say=say)
-        answer = Answer.of(loaded, tokenizer, stored) if check else None
-        assert target.limit is not None
-        with common.progress() as progress:
-            best = search_fastest(compressors, target.limit, load, say=print, progress=progress)
-            provenance = {"model": model, **asdict(target), "ratio": best.ratio, "align": None}
-            provenance |= {"factor": best.factor, "prefer": best.prefer}
-            provenance |= {"chosen": f"{best}, at {load}"}
-            best.prepared.fold(best.spec, provenance, recover=recover, progress=progress)
-            print(f"the fastest within the budget at {load}: {best}")
-            api.finish(
-                best.prepared.compressor,
-                best.prepared.predicted_loss(best.spec),
-                answer,
-                learn_scores=learn_scores,
-                folder=folder,
-                output=output,
-                stored=stored,
-                progress=progress,
-            )
-    return loaded
-
-
 def say(line: str) -> None:
-    """Print a line to stderr at once, with settings as flags."""
+    """Print a line to stderr, with settings as flags."""
     print(line.replace("`max_tokens`", "--calib-tokens"), file=sys.stderr, flush=True)
 
 
 @contextmanager
 def stopped(output: Path) -> Iterator[None]:
-    """Say what is saved of the calibration where the work ends before it is done."""
+    """Context manager: if the work ends early, say where its calibration is saved."""
     from kvfold.calibration.saved_pass import saved_beside
 
     try:
@@ -225,7 +169,10 @@ def stopped(output: Path) -> Iterator[None]:
 
 
 def say_folded(model: Any, stored: "torch.dtype", why: str | None) -> None:
-    """What a model was folded to, why by its recipe, and what kernels serve it as it is stored."""
+    """Print what a folded model stores, why its recipe was chosen, and which kernels serve it.
+
+    stored: dtype of the saved weights. why: None if the recipe was named.
+    """
     from kvfold.compression.planning.step_time import rebuilt_keys
     from kvfold.hub.card import facts
     from kvfold.hub.checkpoint import provenance_of, spec_of
@@ -244,31 +191,31 @@ def say_folded(model: Any, stored: "torch.dtype", why: str | None) -> None:
         print(f"in one pass on a Hopper GPU: {one_pass_summary(config, spec)}")
 
 
-def say_maps(made: "Sidecar") -> None:
-    """What maps store, and which layers were left."""
+def say_maps(maps: "Sidecar") -> None:
+    """Print what maps store, and which layers have none."""
     from kvfold.hub.card import facts
     from kvfold.layout.pages import cache_layout
 
-    provenance = dict(made.provenance)
+    provenance = dict(maps.provenance)
     if why := provenance.get("chosen"):
         print(f"recipe {provenance['recipe']['name']}: {why}")
-    print(f"maps of {len(made.maps)} layers: " + "\n".join(facts(made.spec, provenance)))
+    print(f"maps of {len(maps.maps)} layers: " + "\n".join(facts(maps.spec, provenance)))
     if left := provenance.get("left"):
-        kept = cache_layout(made.spec).kept_fraction
+        fraction = cache_layout(maps.spec).kept_fraction
         whole = (
-            f"{1 / (share + (1 - share) * kept):.2f} times at {tokens}"
+            f"{1 / (share + (1 - share) * fraction):.2f}x smaller at {tokens} tokens"
             for tokens, share in left["share"].items()
         )
-        print(f"{left['words']}; the whole cache is smaller {', '.join(whole)} tokens")
-    if made.spec.planned:
+        print(f"{left['words']}; the cache of all layers together is {', '.join(whole)}")
+    if maps.spec.planned:
         print(
-            "kvfold's engine and vLLM store the planned bits; attached, transformers' cache stores"
-            " 16-bit numbers"
+            "these sizes are with kvfold's engine and vLLM, which store the planned bits;"
+            " transformers' cache (kvfold.attach) stores 16-bit numbers"
         )
 
 
 def folder_bytes(folder: Path) -> int:
-    """Of a sidecar's files, as they are on the disk."""
+    """Bytes on disk of the files of maps."""
     from kvfold.maps.sidecar import FILES
 
     return sum((folder / x).stat().st_size for x in FILES if (folder / x).exists())

@@ -1,4 +1,4 @@
-"""kvfold demo: a model, compressed several ways, measured, saved, loaded, read aloud."""
+"""kvfold demo: compresses a model in several ways, measures each, and writes a report."""
 
 import tempfile
 import time
@@ -29,7 +29,7 @@ RECIPES = ("palu-j", "zack", "fast", "lean", "small")
 KEEPS = (0.5, 0.25)
 SIZE_RECIPE = "small"
 HALF: dict[str, Any] = {"evict": "kv-compress", "keep_tokens": 0.5}
-# Line and name, how many times smaller a token, and the cache's settings; the last is saved.
+# Curve, name, factor, and the cache's settings. The last model is saved and loaded again.
 SIZES: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
     ("--factor", "--factor 4", 4, {}),
     ("--factor", "--factor 8", 8, {}),
@@ -57,12 +57,14 @@ def demo(
     model: Annotated[str, Parameter(help="As in other commands.")] = MODEL,
     output: Path = Path("report.html"),
 ) -> None:
-    """Compress the embedded model in several ways, print what it saves and costs, write a report.
+    """Compress a small model in several ways, and print and plot the size and loss of each.
+
+    Uses a model inside kvfold by default, so that nothing is downloaded. Takes a few minutes.
 
     Parameters
     ----------
     output
-        The report to write.
+        File for the report.
     """
     begin = time.perf_counter()
     common.check_outputs(html=output)
@@ -85,9 +87,9 @@ def demo(
     summary = [(size.name, headline(size)) for size in sizes]
     for name, lines in summary:
         print(f"{name}: {', '.join(lines)}")
-    asked, ids = prompt(tokenizer, what.windows[TEXT][-1])
+    shown, ids = prompt(tokenizer, what.windows[TEXT][-1])
     examples = [(x.name, continuation(x.model, tokenizer, x.cache, ids)) for x in sizes]
-    print(f"\n{asked}")
+    print(f"\n{shown}")
     for name, text in examples:
         print(f"\n{name}:\n{text}")
     print("\n" + reload_check(sizes[-1].model, tokenizer))
@@ -103,13 +105,14 @@ def demo(
         sizes=[size.row for size in sizes],
         ranks=rank_map(spec),
         spectra=spectra_of(prepared),
-        prompt=asked,
+        prompt=shown,
         examples=examples,
     )
     print(f"wrote {output} in {time.perf_counter() - begin:.0f} seconds")
 
 
 def greeting(model: str) -> str:
+    """A line about the model."""
     if model == MODEL:
         return f"{MODEL}: a small trained Llama inside kvfold; nothing is downloaded."
     config = common.load_config(model)
@@ -117,7 +120,7 @@ def greeting(model: str) -> str:
 
 
 def measurement(model: Any, tokenizer: Any) -> "Measurement":
-    """Of what the table's rows are measured on."""
+    """What the table's methods are measured on."""
     from kvfold.evaluation.measure import Measurement, text_windows
     from kvfold.evaluation.perplexity import max_positions
     from kvfold.utils.text import packaged
@@ -134,7 +137,7 @@ def measurement(model: Any, tokenizer: Any) -> "Measurement":
 def measured(
     model: Any, tokenizer: Any, what: "Measurement", progress: common.Progress | None
 ) -> tuple[list["Row"], "Statistics"]:
-    """The comparison's rows, and the statistics all recipes were made from."""
+    """The results of the comparison, and the statistics that all recipes use."""
     from kvfold.compression.compressor import shared_statistics
     from kvfold.evaluation import comparison
 
@@ -147,7 +150,7 @@ def measured(
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """A model and the cache it was measured on."""
+    """A compressed model, the cache it was measured with, and the results."""
 
     name: str
     model: Any
@@ -159,8 +162,9 @@ class Size:
 def measured_sizes(
     prepared: "Prepared", what: "Measurement", progress: common.Progress | None
 ) -> Iterator[Size]:
-    """The original and SIZES on pages, all on the second halves of the same windows and the same
-    facts. Those that the model is too small for, or cannot evict, are left out."""
+    """Measure the original and SIZES on the paged cache, on the second halves of the same windows
+    and the same hidden facts. Sizes that the model is too small for are left out, and evicted ones
+    if it cannot evict."""
     from kvfold.evaluation.comparison import ORIGINAL, result_row
     from kvfold.evaluation.measure import measure
 
@@ -173,49 +177,49 @@ def measured_sizes(
     for recipe, name, factor, options in SIZES:
         cache = CacheConfig(**options)
         try:
-            found = prepared.folded_copy(prepared.plan_factor(factor))
-            result = measure(found, tokenizer, replace(what, cache=cache), progress, name)
+            folded = prepared.folded_copy(prepared.plan_factor(factor))
+            result = measure(folded, tokenizer, replace(what, cache=cache), progress, name)
         except SettingError:
             continue
-        row = result_row(found, recipe, 1 / factor, result, original)
-        yield Size(name=name, model=found, cache=cache, row=row, result=result)
+        row = result_row(folded, recipe, 1 / factor, result, original)
+        yield Size(name=name, model=folded, cache=cache, row=row, result=result)
 
 
-def headline(found: Size) -> list[str]:
-    """What a size saves and costs, in words."""
+def headline(measured_size: Size) -> list[str]:
+    """The size and loss of a model, in words."""
     from kvfold.evaluation.compare import format_increase
 
-    row, lines = found.row, []
+    row, lines = measured_size.row, []
     size = row.bytes_per_token
     if row.delta_nll:
-        lines += [f"{row.baseline_bytes_per_token / size:.1f} times smaller"]
+        lines += [f"{row.baseline_bytes_per_token / size:.1f}x smaller"]
         lines += map(format_increase, row.delta_nll.values())
     else:
         lines += [f"{size:.0f} bytes a token", f"perplexity {row.perplexity[TEXT]:.1f}"]
-    for needle in found.result.needle.values():
-        asked = needle.num_questions
-        lines.append(f"{needle.exact * asked:.0f} of {asked} hidden facts found")
+    for needle in measured_size.result.needle.values():
+        total = needle.num_questions
+        lines.append(f"{needle.exact * total:.0f} of {total} hidden facts found")
     return lines
 
 
 def applicable(model: Any) -> list[str]:
-    """Those of RECIPES that a model's family allows."""
+    """The RECIPES that work for a model's family."""
     from kvfold.compression.compressor import check
     from kvfold.models.families import family_of
 
-    geometry, found = family_of(model.config).geometry(model.config), []
+    geometry, names = family_of(model.config).geometry(model.config), []
     for name in RECIPES:
         try:
             check(recipes.get(name), geometry, model.config.model_type)
         except ValueError:
             continue
-        found.append(name)
-    return found
+        names.append(name)
+    return names
 
 
 def prompt(tokenizer: Any, window: "Tensor") -> tuple[str, list[int]]:
-    """The second half of a window, with QUESTION for a model that chats: its end, as it is shown,
-    and token ids."""
+    """A prompt from the second half of a window, with QUESTION if the model has a chat template:
+    its end, to be shown, and its token ids."""
     from kvfold.utils.chat import encode_chat
     from kvfold.utils.tokens import encode_prompt
 
@@ -229,8 +233,8 @@ def prompt(tokenizer: Any, window: "Tensor") -> tuple[str, list[int]]:
 
 
 def continuation(model: Any, tokenizer: Any, cache: CacheConfig, ids: list[int]) -> str:
-    """What `model` writes after `ids`: its likeliest answer, or text sampled with the same seed
-    each time."""
+    """What a model writes after `ids`: greedy with a chat template, else sampled with a fixed
+    seed."""
     from kvfold.engine.api.llm import LLM
     from kvfold.engine.requests.request import SamplingParams
 
@@ -242,10 +246,10 @@ def continuation(model: Any, tokenizer: Any, cache: CacheConfig, ids: list[int])
 
 
 def reload_check(model: Any, tokenizer: Any) -> str:
-    """Save, load with transformers alone, and say whether it is the same.
+    """Save a model, load it with transformers, and check that its weights are the same.
 
-    Weights are compared rather than texts: those of a file lie elsewhere in memory, so that sums
-    round otherwise, which near ties of what is evicted do not survive.
+    Texts are not compared: loaded weights lie elsewhere in memory, so sums round differently, and
+    tokens with nearly equal eviction scores may be evicted in another order.
     """
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""kvfold eval: perplexity, tasks and retrieval through the cache."""
+"""kvfold eval: measures perplexity, tasks and retrieval through the cache."""
 
 import dataclasses
 import math
@@ -19,7 +19,7 @@ from kvfold.cli.options import (
     TaskFiles,
     Windows,
 )
-from kvfold.cli.suites import ASKED, Asked
+from kvfold.cli.suites import SUITE_FLAGS, SuiteFlags
 from kvfold.utils.errors import SettingError
 from kvfold.utils.files import finite, write_json
 
@@ -37,35 +37,36 @@ def evaluate(
     json: Path | None = None,
     maps: MapsName = None,
     windows: Windows = WINDOWS,
-    asked: Asked = ASKED,
+    suite_flags: SuiteFlags = SUITE_FLAGS,
     storage: Storage = STORAGE,
     place: Place = PLACE,
 ) -> None:
-    """Measure MODEL through its cache: perplexity, tasks, hidden facts, suites of questions.
+    """Measure the quality of MODEL with a compressed cache.
 
-    Without --text, --tasks, --needle and --suite, perplexity on a packaged text.
+    Choose what to measure: perplexity (--text), tasks (--tasks), facts hidden in long texts
+    (--needle), or published benchmarks (--suite). By default, perplexity on a packaged text.
 
     Parameters
     ----------
     text
-        Text files (.txt, .xz, .gz).
+        Text files to measure perplexity on (.txt, .xz, .gz).
     json
-        File for the results.
+        File for the results as JSON.
     """
     common.check_outputs(json=json)
     model, maps = common.base_and_maps(model, maps)
-    if asked.suite:
+    if suite_flags.suite:
         for name, value in {"text": text, "tasks": tasks, "needle": windows.needle}.items():
             if value:
                 raise SettingError(f"`suite` runs alone: leave `{name}` out, or run it apart")
-        suites.evaluate(model, asked, storage, place, json, maps)
+        suites.evaluate(model, suite_flags, storage, place, json, maps)
         return
     rows = common.read_tasks(tasks)
     texts = common.named_texts(text) if text or not (tasks or windows.needle) else {}
-    beside = common.load_maps(maps)
-    config, tokenizer = common.load_config(model, beside), common.load_tokenizer(model)
-    cache = common.cache_config(config, storage, place, beside=beside)
-    what = common.measurement(config, tokenizer, windows, cache, texts, rows, beside)
+    sidecar = common.load_maps(maps)
+    config, tokenizer = common.load_config(model, sidecar), common.load_tokenizer(model)
+    cache = common.cache_config(config, storage, place, maps=sidecar)
+    what = common.measurement(config, tokenizer, windows, cache, texts, rows, sidecar)
     loaded = common.load(model, place)
     what = dataclasses.replace(what, cache=common.with_policy(loaded, tokenizer, cache))
     from kvfold.evaluation.measure import measure
@@ -74,14 +75,14 @@ def evaluate(
 
     with common.progress() as progress:
         measured = measure(loaded, tokenizer, what, progress)
-    held = measured.footprint
+    footprint = measured.footprint
     record = {
         "model": model,
         "maps": maps,
         **pooled_texts(measured),
         **pooled(list(measured.tasks.values())),
-        **stored(loaded, held, beside),
-        "pool_fraction": held.pool_fraction if held else None,
+        **stored(loaded, footprint, sidecar),
+        "pool_fraction": footprint.pool_fraction if footprint else None,
         "cache_bytes_allocated": measured.cache_bytes,
         "texts": {name: dataclasses.asdict(result) for name, result in measured.texts.items()},
         "tasks": {name: result.record() for name, result in measured.tasks.items()},
@@ -95,7 +96,7 @@ def evaluate(
 
 
 def pooled_texts(measured: "Measured") -> dict[str, Any]:
-    """Loss over the windows of all texts; null where no text was read."""
+    """Loss over the windows of all texts; None without texts."""
     from kvfold.evaluation.perplexity import mean_and_se
 
     losses = [loss for result in measured.texts.values() for loss in result.window_nll]
@@ -110,12 +111,12 @@ def pooled_texts(measured: "Measured") -> dict[str, Any]:
 
 
 def print_record(record: dict[str, Any], tasks: "Mapping[str, TaskResult]") -> None:
-    """The results for people."""
+    """Print the results."""
     for name, result in record["texts"].items():
         error = "" if math.isnan(result["perplexity_se"]) else f" ±{result['perplexity_se']:.2f}"
         print(f"{name}: perplexity {result['perplexity']:.3f}{error}, {result['tokens']} tokens")
     for name, answered in tasks.items():
-        scores = [f"{score} {found.mean:.3f}" for score, found in answered.scores.items()]
+        scores = [f"{score} {result.mean:.3f}" for score, result in answered.scores.items()]
         cut = f", {answered.truncated} cut to the model's positions" if answered.truncated else ""
         print(f"{name}: {', '.join(scores)} of {answered.rows} rows{cut}")
     for length, result in record["needle"].items():

@@ -1,4 +1,4 @@
-"""kvfold frontier: what each size of a cache costs at best, and the command that makes it."""
+"""kvfold frontier: finds the best compression of a model at every size."""
 
 import shlex
 from collections.abc import Sequence
@@ -53,36 +53,36 @@ def frontier(
     windows: Windows = WINDOWS,
     place: Place = PLACE,
 ) -> None:
-    """Measure what MODEL loses at many sizes, and say which command makes the best of each.
+    """Measure the loss of MODEL at many cache sizes, and print the command for the best of each
+    size.
 
-    Recipes that predict losses plan dimensions and bits together, others cut dimensions alone.
-    Everything runs on the paged cache.
+    Recipes that predict losses choose dimensions and bits together; the others reduce dimensions
+    only. Everything runs on the paged cache.
 
     Parameters
     ----------
     factors
-        How many times smaller, separated by commas.
+        How many times smaller the cache becomes; several numbers with commas.
     bits
-        Of plain integers to measure beside them.
+        Also measure the uncompressed model with a cache of these bits; several with commas.
     levels
-        Bits that planned numbers may have; as of compress.
+        Bits that a plan may choose from, as --set levels of compress.
     text
-        Text files to measure on (.txt, .xz, .gz); without any, a packaged one.
+        Text files to measure on (.txt, .xz, .gz); by default a packaged text.
     calib
-        Text files to calibrate on instead of ours.
+        Text files to calibrate on (.txt, .xz, .gz); by default a packaged text.
     calib_tokens
-        Tokens of calibration text, which decide the time: by default 32768 where the model is on a
-        GPU, 12288 on a CPU.
+        Tokens to calibrate on; more take longer. By default 32768 on a GPU, 12288 on a CPU.
     html
-        File for a report with pictures.
+        File for a report with plots.
     json
-        File for the results; written after every row.
+        File for the results as JSON; it is written after every measurement.
     batch
-        Sequences of the decode step whose time is predicted beside every row: 64 without it.
+        Sequences of the decode step whose time is predicted; by default 64.
     context
-        Tokens that each of them has stored: 8192 without it, or as many as the model has positions.
+        Tokens per sequence in that step; by default 8192, or the model's maximum if that is less.
     seed
-        Of calibration.
+        Seed of what calibration draws at random.
     """
     from kvfold.compression.planning.step_time import load_of
     from kvfold.compression.planning.target import Target
@@ -124,8 +124,8 @@ def frontier(
             ):
                 rows.append(row)
                 if json is not None:
-                    found = record(model, rows, settings, loaded.device)
-                    write_json(json, found | {"frontier": points(model, rows, flags, levels)})
+                    so_far = record(model, rows, settings, loaded.device)
+                    write_json(json, so_far | {"frontier": points(model, rows, flags, levels)})
     finally:
         print_rows(rows)
     best = points(model, rows, flags, levels)
@@ -136,17 +136,17 @@ def frontier(
 
 
 def check_sizes(factors: Sequence[float], levels: tuple[int, ...] | None) -> tuple[int, ...]:
-    """The levels that bits are planned in. Raises ValueError for sizes or levels that no recipe can
-    plan."""
+    """The bits that a plan chooses from. Raises ValueError for factors or levels that are not
+    legal."""
     from kvfold.compression.planning.target import Target
 
     with renamed(factor="factors"):
-        found = [Target(factor=factor, levels=levels).levels for factor in factors]
-    return found[0] or ()
+        targets = [Target(factor=factor, levels=levels) for factor in factors]
+    return targets[0].levels or ()
 
 
 def check_files(calib: Sequence[Path], bits: Sequence[int]) -> None:
-    """Raises ValueError for text that cannot be read, and bits that numbers cannot have."""
+    """Raises ValueError for text that cannot be read, and for illegal bits."""
     from kvfold import api
 
     api.check_files(calib, None, None)
@@ -155,20 +155,22 @@ def check_files(calib: Sequence[Path], bits: Sequence[int]) -> None:
 
 
 def flags_of(calibration: Calibration) -> list[str]:
-    """What a command must say to calibrate as here."""
-    found = [f"--calib {shlex.join(map(str, calibration.calib))}"] if calibration.calib else []
+    """The flags of `kvfold compress` that calibrate in the same way."""
+    flags = [f"--calib {shlex.join(map(str, calibration.calib))}"] if calibration.calib else []
     if calibration.max_tokens != CALIBRATION.max_tokens:
-        found.append(flag("calib_tokens", str(calibration.max_tokens)))
+        flags.append(flag("calib_tokens", str(calibration.max_tokens)))
     if calibration.seed != CALIBRATION.seed:
-        found.append(f"--set seed={calibration.seed}")
-    return found
+        flags.append(f"--set seed={calibration.seed}")
+    return flags
 
 
 def points(
     model: str, rows: "Sequence[Row]", flags: Sequence[str], levels: str | None
 ) -> list[dict[str, Any]]:
-    """The rows that no smaller one beats, or no faster one, with their commands; smallest first.
-    step_ms: predicted, of a decode step."""
+    """The results that no smaller or no faster one beats, with their commands, smallest first.
+
+    step_ms: predicted time of a decode step.
+    """
     from kvfold.evaluation.frontier import fastest, frontier, knee, loss
 
     small, fast = frontier(rows), fastest(rows)
@@ -193,7 +195,7 @@ def points(
 
 
 def command(model: str, row: "Row", flags: Sequence[str], levels: str | None) -> str:
-    """What makes the cache of a row."""
+    """The command that makes the cache of a result."""
     from kvfold import recipes
     from kvfold.evaluation.frontier import predicts
 
@@ -206,16 +208,16 @@ def command(model: str, row: "Row", flags: Sequence[str], levels: str | None) ->
         size = [f"--factor {factor}", *([f"--set levels={levels}"] if levels else [])]
     if prefer:
         size = [f"--factor {factor}", f"--set prefer={prefer}"]
-    made = ["kvfold compress --fold", shlex.quote(model), f"--recipe {name}", *size, *flags]
-    return " ".join([*made, f"--output {row.recipe.replace(' for ', '-')}-{factor}x"])
+    words = ["kvfold compress --fold", shlex.quote(model), f"--recipe {name}", *size, *flags]
+    return " ".join([*words, f"--output {row.recipe.replace(' for ', '-')}-{factor}x"])
 
 
 def print_points(best: Sequence[dict[str, Any]]) -> None:
-    """The best of every size and speed, and where the knee is; ~: a rough estimate."""
+    """Print the best results by size and by speed, and mark the knee. ~ marks a rough estimate."""
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
-    for name in ("B/tok", "less", "nats lost", "ms a step"):
+    for name in ("bytes/token", "smaller", "loss, nats", "ms a step"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("made by")
+    table.add_column("command")
     for x in best:
         size, times = f"{x['bytes_per_token']:.0f}", f"{x['times']:.1f}x"
         ms = f"{'~' * x['step_estimated']}{x['step_ms']:.2f}" if x["step_ms"] else "-"
@@ -234,7 +236,7 @@ def write_html(
     summary = [
         ("model", model),
         ("full cache, a token at 16 bits", format_bytes(rows[0].baseline_bytes_per_token)),
-        ("the knee", f"{knee['times']:.1f} times smaller, {knee['loss']:.4f} nats lost"),
+        ("the knee", f"{knee['times']:.1f}x smaller, +{knee['loss']:.4f} nats/token"),
     ]
     title = f"Loss against size on {model}"
     write_report(path, title=title, summary=summary, rows=rows, ranks=None, frontier=best)

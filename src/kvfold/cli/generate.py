@@ -1,4 +1,4 @@
-"""kvfold generate: continue a prompt."""
+"""kvfold generate: continues a prompt."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,46 +36,46 @@ def generate(
     storage: Storage = STORAGE,
     place: Place = PLACE,
 ) -> None:
-    """Continue a prompt; the text goes to stdout as it is made.
+    """Continue a prompt, and stream the text to stdout.
 
     Parameters
     ----------
     prompt
         Text to continue.
     prompt_file
-        A file with that text.
+        File with the text to continue.
     chat
-        Take the text as a user's message, put into the model's chat template.
+        Treat the text as a user's message, and apply the model's chat template.
     context
-        A file that `kvfold pack` made of what comes before the prompt; how the cache stores tokens
-        is in it.
+        A compressed text that `kvfold pack` wrote, to continue from. The settings of the cache are
+        stored in it.
     """
     text = read_prompt(prompt, prompt_file)
     model, maps = common.base_and_maps(model, maps)
     common.check_context(maps, context)
     packed = None if context is None else read_context(context, storage, chat)
-    beside = common.load_maps(maps)
-    config, tokenizer = common.load_config(model, beside), common.load_tokenizer(model)
+    sidecar = common.load_maps(maps)
+    config, tokenizer = common.load_config(model, sidecar), common.load_tokenizer(model)
     if packed is not None:
         loaded = common.load(model, place)
         stream_paged(loaded, tokenizer, text, sampling, *packed)
         return
-    cache = common.cache_config(config, storage, place, beside=beside)
+    cache = common.cache_config(config, storage, place, maps=sidecar)
     ids = encode(config, tokenizer, text, sampling.max_new_tokens, chat)
     loaded = common.load(model, place)
     cache = common.with_policy(loaded, tokenizer, cache)
     if cache is not None:
-        stream_paged(loaded, tokenizer, ids, sampling, cache, maps=beside)
+        stream_paged(loaded, tokenizer, ids, sampling, cache, maps=sidecar)
         return
-    if beside is not None:
+    if sidecar is not None:
         from kvfold.maps.attach import attach
 
-        attach(loaded, beside)
+        attach(loaded, sidecar)
     stream(loaded, tokenizer, ids, sampling)
 
 
 def read_context(path: Path, storage: Storage, chat: bool) -> "tuple[CacheConfig, PackedContext]":
-    """A packed context, and the cache that takes it."""
+    """The cache that a packed context needs, and the context."""
     from kvfold.cli.pack import read
 
     if chat:
@@ -87,6 +87,7 @@ def read_context(path: Path, storage: Storage, chat: bool) -> "tuple[CacheConfig
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    """The text of one of two options. Raises ValueError unless exactly one is given."""
     if (prompt is None) == (prompt_file is None):
         raise ValueError("give one of --prompt TEXT and --prompt-file FILE")
     from kvfold.utils.text import read_text
@@ -99,7 +100,7 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
 
 
 def stream(model: Any, tokenizer: Any, ids: list[int], sampling: Sampling) -> None:
-    """Print what follows the prompt."""
+    """Print a continuation by transformers' `generate`."""
     import torch
     from transformers import TextStreamer
 
@@ -128,7 +129,7 @@ def stream_paged(
     context: "PackedContext | None" = None,
     maps: "Sidecar | None" = None,
 ) -> None:
-    """The same through the engine's paged cache; what it fits goes to stderr."""
+    """Print a continuation by kvfold's engine, and what its cache holds to stderr."""
     import dataclasses
     import sys
 
@@ -161,8 +162,8 @@ def stream_paged(
 def encode(
     config: Any, tokenizer: Any, text: str, max_new_tokens: int, chat: bool = False
 ) -> list[int]:
-    """Token ids of the prompt, a message if this is a chat. Raises ValueError if they and the new
-    ones do not fit a model of this config, and for a chat where there is no template for it."""
+    """Token ids of a prompt, or of a chat message. Raises ValueError if they do not fit into the
+    model's context together with the new tokens, and for a chat without a chat template."""
     from kvfold.evaluation.perplexity import max_positions, vocabulary
     from kvfold.utils.chat import encode_chat
     from kvfold.utils.tokens import check_ids, encode_prompt, longer

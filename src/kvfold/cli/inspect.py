@@ -1,4 +1,4 @@
-"""kvfold inspect: what a model stores, or would store."""
+"""kvfold inspect: shows what a model's cache stores, or would store with a recipe."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,19 +32,21 @@ def inspect(
     calibration: Calibration = CALIBRATION,
     place: Place = PLACE,
 ) -> None:
-    """Show the ranks and bytes of MODEL's cache; with --recipe, those it would have; with --maps,
-    what these store, and as far as MODEL's config says whether they are of MODEL.
+    """Show the ranks and bytes of MODEL's cache, layer by layer.
+
+    With --recipe, shows what an uncompressed MODEL would store. With --maps, shows what the maps
+    store, and checks whether they fit MODEL.
 
     Parameters
     ----------
     recipe
-        Plan this recipe for an uncompressed model, without folding it.
+        Plan this recipe for an uncompressed MODEL, which stays as it is.
     keep
-        Share of the cache to plan for; by default 0.5.
+        Share of the cache to keep in that plan; by default 0.5.
     align
-        Ranks are multiples of it.
+        Make ranks multiples of this number.
     html
-        File for a heat map of the ranks, and the spectra of a plan.
+        File for a heat map of the ranks, and the singular values of a plan.
     """
     from kvfold.maps.named import holds_maps
 
@@ -74,9 +76,9 @@ def inspect(
     if saved is not None:
         spec, provenance = saved.spec, saved.provenance
     elif recipe is not None:
-        found = prepared(model, config, recipe, calibration, place, target, align)
+        bases = prepared(model, config, recipe, calibration, place, target, align)
         assert target.keep is not None
-        spec, spectra = found.plan(target.keep, align), spectra_of(found)
+        spec, spectra = bases.plan(target.keep, align), spectra_of(bases)
     title = f"{model} ({config.model_type})"
     print_geometry(title, geometry)
     if spec is not None:
@@ -94,7 +96,7 @@ def inspect(
 
 
 def inspect_maps(name: str, model: str | None, recipe: str | None, html: Path | None) -> None:
-    """What maps beside the weights store, and how large they are."""
+    """Print what maps store, and how large they are on disk."""
     from kvfold.cli.compress import folder_bytes, in_bytes
     from kvfold.maps.sidecar import folder_of
 
@@ -120,7 +122,8 @@ def inspect_maps(name: str, model: str | None, recipe: str | None, html: Path | 
 def check_plan(
     recipe: str | None, keep: float | None, align: int | None, calibration: Calibration
 ) -> "Target":
-    """The size to plan. Raises ValueError for a plan that cannot be made, or was not asked for."""
+    """The size to plan for. Raises ValueError for an illegal plan, and for settings of a plan
+    without a recipe."""
     from kvfold.api import check_files
     from kvfold.compression.planning.target import Target, check_align
     from kvfold.config import DEFAULT_KEEP
@@ -143,19 +146,19 @@ def prepared(
     target: "Target",
     align: int | None,
 ) -> "Prepared":
-    """Bases of a recipe on the loaded model."""
+    """Load a model and compute the bases of a recipe."""
     compressor = common.compressor(model, config, recipe, calibration, place, target, align)
     with common.progress() as progress:
         return compressor.prepare(calibration.stats, progress)
 
 
 def spectra_of(prepared: "Prepared") -> Spectra:
-    """Singular values of every layer's bases, by part, descending."""
+    """Singular values of every layer's bases in descending order, for keys and for values."""
     spectra: Spectra = {}
     for candidates in prepared.layers:
         merged: dict[str, list[float]] = {}
-        for one in candidates:
-            merged.setdefault(PARTS[one.side], []).extend(one.singular.tolist())
+        for basis in candidates:
+            merged.setdefault(PARTS[basis.side], []).extend(basis.singular.tolist())
         for part, values in merged.items():
             spectra.setdefault(part, []).append(sorted(values, reverse=True))
     return spectra
@@ -171,7 +174,7 @@ def print_geometry(title: str, geometry: "Geometry") -> None:
 
 
 def print_spec(spec: "CacheSpec", provenance: dict[str, Any]) -> None:
-    """Totals and measured losses, then one line a layer."""
+    """Print totals and measured losses, then a table with one line per layer."""
     from kvfold.hub.card import facts
 
     for line in facts(spec, provenance):
@@ -188,15 +191,16 @@ def print_spec(spec: "CacheSpec", provenance: dict[str, Any]) -> None:
 
 
 def describe(layer: "LayerSpec") -> str:
-    """Ranks of a layer's latents by part, such as "keys 24 16, values 40"."""
-    found: dict[str, list[str]] = {}
+    """The ranks of a layer's latents, such as "keys 24 16, values 40"."""
+    ranks: dict[str, list[str]] = {}
     for latent in layer.latents:
-        found.setdefault(PARTS[latent.side], []).append(str(latent.rank))
-    return ", ".join(f"{part} {' '.join(ranks)}" for part, ranks in found.items())
+        ranks.setdefault(PARTS[latent.side], []).append(str(latent.rank))
+    return ", ".join(f"{part} {' '.join(numbers)}" for part, numbers in ranks.items())
 
 
 def rank_map(spec: "CacheSpec") -> "RankMap":
-    """The ranks as a heat map: a row for every set of heads that shares a latent somewhere."""
+    """The ranks as a heat map with a row for every set of heads that share a latent in any
+    layer."""
     from kvfold.evaluation.report import RankMap
 
     rows: dict[tuple[str, tuple[int, ...]], list[int | None]] = {}

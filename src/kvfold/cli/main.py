@@ -1,4 +1,4 @@
-"""The command line: one function per command in `kvfold.cli`, errors as one line."""
+"""The command line `kvfold`: its commands, and how errors and interrupts end them."""
 
 import os
 import signal
@@ -35,18 +35,18 @@ from kvfold.utils.versions import check_transformers, probe_transformers
 
 app = Command(
     name="kvfold",
-    help="Shrink a language model's KV cache and measure what it costs.\n\n"
-    "MODEL is a directory, a GGUF file, a hub id, or a reference: reference:gqa and reference:mha "
-    "are inside kvfold, reference:smollm2 and reference:qwen2.5-coder-1.5b chat and come by "
-    "`make smollm2` and `make qwen`.",
+    help="Make a language model's KV cache smaller, and serve and measure the model with it.\n\n"
+    "MODEL is a directory, a GGUF file, a hub id such as Qwen/Qwen2.5-7B-Instruct, or a reference "
+    "model: reference:gqa and reference:mha are small models inside kvfold; `make smollm2` and "
+    "`make qwen` download reference:smollm2 and reference:qwen2.5-coder-1.5b.",
     version=version,
     help_format="plaintext",
     suppress_keyboard_interrupt=False,
     default_parameter=Parameter(converter=converted),
 )
-LONGEST = 1000  # characters of a word in an error
+MAX_WORD = 1000  # characters of a word in an error
 LESS_MODEL = "take a smaller model, or --device cpu where that is an option"
-LESS = {  # what takes less memory, by command
+LESS = {  # advice when memory is short, by command
     **dict.fromkeys(
         ("eval", "compare", "frontier"), "lower --batch, --ctx or --chunk, and --kv-bytes of pages"
     ),
@@ -80,18 +80,18 @@ app.register_install_completion_command(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command line of kvfold (default: the process's own); returns the exit code."""
+    """Run a command line of kvfold, by default the process's. Returns the exit code."""
     return run(app, sys.argv[1:] if arguments is None else list(arguments))
 
 
 def run(program: App, arguments: list[str]) -> int:
-    """Run a command line of a program; returns the exit code.
+    """Run a command line of a program. Returns the exit code.
 
-    A user's mistake is one line on stderr and code 2, an interrupt 130, SIGTERM 143; 141 where the
-    output's reader left.
+    A user's mistake is one line on stderr and code 2; an interrupt is 130, SIGTERM 143, and 141
+    means that the reader of the output has closed it.
     """
     if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: no result is lost for an é
+        sys.stdout.reconfigure(errors="backslashreplace")  # an é must not end a command
     try:
         check_transformers()
         probe_transformers()
@@ -101,11 +101,11 @@ def run(program: App, arguments: list[str]) -> int:
             command, bound, _ = reader.parse_args(words, exit_on_error=False, print_error=False)
             check_paths(bound)
             command(*bound.args, **bound.kwargs)
-            print(end="", flush=True)  # here, where it is known what a full disk is
-    except (BrokenPipeError, SystemExit) as error:  # an exit is what rich makes of such an error
+            print(end="", flush=True)  # a full disk is an error here, and not at exit
+    except (BrokenPipeError, SystemExit) as error:  # rich turns a broken pipe into an exit
         if not any(isinstance(x, BrokenPipeError) for x in (error, error.__context__)):
             raise
-        # Whoever read has enough, as in `| head`.
+        # The reader has closed the pipe, as `| head` does.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (CycloptsError, ValueError, OSError) as error:
@@ -125,40 +125,42 @@ def run(program: App, arguments: list[str]) -> int:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM: an interrupt to whoever cleans up after one."""
+    """SIGTERM, as an interrupt, so that everything cleans up as after Ctrl-C."""
 
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM ends a command as an interrupt does, so that nothing half-written stays; and so does
-    whatever error a library makes of either, as an import does that is caught halfway."""
-    came: list[KeyboardInterrupt] = []
+    """Context manager: SIGTERM ends a command like an interrupt, so that no half-written files
+    stay. A library may turn either into another error, such as an ImportError; that ends the
+    command as the interrupt would."""
+    interrupts: list[KeyboardInterrupt] = []
 
     def stop(number: int, _: Any) -> None:
-        came.append(Terminated() if number == signal.SIGTERM else KeyboardInterrupt())
-        raise came[-1]
+        interrupts.append(Terminated() if number == signal.SIGTERM else KeyboardInterrupt())
+        raise interrupts[-1]
 
-    def again(lost: Any) -> None:
-        """Python drops what is raised in a finaliser or a weak reference's callback."""
+    def repeat(lost: Any) -> None:
+        """Send a signal again whose interrupt Python dropped, which happens in finalisers and in
+        callbacks of weak references."""
         if issubclass(lost.exc_type, KeyboardInterrupt):
             number = signal.SIGTERM if lost.exc_type is Terminated else signal.SIGINT
             threading.Timer(0.1, signal.raise_signal, [number]).start()
         else:
             hook(lost)
 
-    if threading.current_thread() is not threading.main_thread():  # only that one has handlers
+    if threading.current_thread() is not threading.main_thread():  # others cannot have handlers
         yield
         return
     before, hook = {signal.SIGTERM: signal.signal(signal.SIGTERM, stop)}, sys.unraisablehook
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else nohup's, or a caller's
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not nohup's, or a caller's
         before[signal.SIGINT] = signal.signal(signal.SIGINT, stop)
-    sys.unraisablehook = again
+    sys.unraisablehook = repeat
     try:
         yield
     except Exception as error:
-        if not came:
+        if not interrupts:
             raise
-        raise came[0] from error
+        raise interrupts[0] from error
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -166,14 +168,14 @@ def _terminable() -> Iterator[None]:
 
 
 def refuse(message: str) -> int:
-    """One line on stderr, in which a word of thousands of characters is cut; the exit code."""
-    words = (x if len(x) <= LONGEST else f"{x[:100]}…{x[-100:]}" for x in message.split())
+    """Print an error as one line, with very long words shortened. Returns the exit code."""
+    words = (x if len(x) <= MAX_WORD else f"{x[:100]}…{x[-100:]}" for x in message.split())
     print(f"kvfold: error: {' '.join(words)}", file=sys.stderr)
     return 2
 
 
 def in_words(error: Exception) -> str:
-    """What is wrong, in terms of flags and files."""
+    """An error's message in terms of flags and files."""
     if isinstance(error, SettingError):
         return error.with_names(flag)
     if isinstance(error, UnusedCliTokensError):
@@ -185,12 +187,13 @@ def in_words(error: Exception) -> str:
 
 
 def out_of_memory(error: RuntimeError) -> bool:
-    """Whether PyTorch had no memory on a GPU, or on the CPU, whose error has no class."""
+    """Whether PyTorch ran out of memory, on a GPU or on the CPU, whose error has no class."""
     return type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
 
 
 def first_sentences(error: RuntimeError) -> str:
-    """What was asked for and what there is; the rest is about PyTorch's settings."""
+    """The part of an out-of-memory error that says how much memory was needed; the rest is advice
+    about PyTorch's settings."""
     text = str(error).rpartition("DefaultCPUAllocator: ")[2]
     return ". ".join(text.split(". ")[:3]).rstrip(".")
 

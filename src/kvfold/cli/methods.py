@@ -1,7 +1,7 @@
-"""Rows of `kvfold compare`: of --methods, or every recipe at every share.
+"""The methods that `kvfold compare` measures: those of --methods, or every recipe at every share.
 
-A method is written as on a command line: a recipe, a size, and options that say how tokens are
-stored, `zdc .5 --evict h2o --keep-tokens .5`; or it is named.
+A method is written like a command line, with a recipe, a size and options of the cache, such as
+`zdc .5 --evict h2o --keep-tokens .5`; or it is a name below.
 """
 
 import shlex
@@ -17,7 +17,7 @@ from kvfold.evaluation.comparison import Method
 from kvfold.recipes import get
 from kvfold.utils.errors import SettingError
 
-PUBLISHED = {  # as published, alone and over a basis, at about a quarter of the cache
+PUBLISHED = {  # as published, alone or with a recipe, at about a quarter of the cache
     "int8": "--bits 8",
     "int4": "--bits 4",
     "KIVI 4 bits": "--bits 4 --format kivi",
@@ -46,25 +46,24 @@ OURS += [f"{recipe} {factor}x" for recipe in ("lean", "small") for factor in (4,
 SETS = {"ours": OURS, "published": [*PUBLISHED], "papers": [*OURS, *PUBLISHED]}
 
 
-Asked = tuple[Method, Storage]
+StoredMethod = tuple[Method, Storage]
 
 
-def by_recipe(recipes: str, keep: str, align: int | None, storage: Storage) -> list[Asked]:
-    """Every recipe at every share. Raises ValueError for what is none."""
+def by_recipe(recipes: str, keep: str, align: int | None, storage: Storage) -> list[StoredMethod]:
+    """Every recipe at every share. Raises ValueError for unknown recipes and illegal shares."""
     names = parse_list(recipes, "--recipes", str)
     targets = [Target(keep=share) for share in parse_list(keep, "--keep", float)]
     check_align(align)
-    found = [get(name) for name in names]
     return [
         (Method(name=recipe.name, recipe=recipe, target=target, align=align), storage)
-        for recipe in found
+        for recipe in map(get, names)
         for target in targets
     ]
 
 
-def read(text: str) -> list[Asked]:
-    """Methods separated by semicolons: names of SETS and PUBLISHED, or written out; all on pages.
-    Raises SettingError for one that is neither."""
+def read(text: str) -> list[StoredMethod]:
+    """The methods of a text, separated by semicolons: names of SETS or PUBLISHED, or written out.
+    All use the paged cache. Raises SettingError for a method that is neither."""
     parts = [part.strip() for part in text.split(";") if part.strip()]
     names = dict.fromkeys(name for part in parts for name in SETS.get(part, [part]))
     if not names:
@@ -73,15 +72,15 @@ def read(text: str) -> list[Asked]:
 
 
 def written(name: str) -> str:
-    """What a name stands for."""
+    """The options that a name stands for."""
     return PUBLISHED.get(name, name)
 
 
-def _read(name: str) -> Asked:
+def _read(name: str) -> StoredMethod:
     reader = App(help_flags=(), version_flags=())
 
     @reader.default
-    def asked(
+    def method_of(
         recipe: str | None = None,
         size: str | None = None,
         /,
@@ -90,11 +89,11 @@ def _read(name: str) -> Asked:
         prefer: Prefer | None = None,
         align: int | None = None,
         storage: Storage = STORAGE,
-    ) -> Asked:
-        own = None if recipe is None else get(recipe)
+    ) -> StoredMethod:
         target = _target(size, levels=parse_levels(levels), prefer=prefer)
         target.check_align(align)
-        return Method(name=name, recipe=own, target=target, align=align), storage
+        known = None if recipe is None else get(recipe)
+        return Method(name=name, recipe=known, target=target, align=align), storage
 
     try:
         method, storage = reader(
@@ -109,7 +108,8 @@ def _read(name: str) -> Asked:
 
 
 def _target(size: str | None, **how: Any) -> Target:
-    """`4x`: so many times smaller, in dimensions and bits; `.25`: that share of dimensions."""
+    """The size of a method: `4x`, a factor in dimensions and bits, or `.25`, a share of the
+    dimensions."""
     text = "1" if size is None else size
     try:
         number = float(text.removesuffix("x"))

@@ -1,4 +1,4 @@
-"""Options that several commands share: frozen dataclasses, from which their flags are made."""
+"""Options that several commands share: frozen dataclasses that flags are generated from."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -27,42 +27,48 @@ if TYPE_CHECKING:
     from kvfold.compression.planning.target import Target
 
 T = TypeVar("T")
-MOST = 2**63  # more is no size of anything, and no float may hold it
+MOST = 2**63  # larger numbers are no size of anything, and a float may not hold them
 _QUOTES = "'\""
-_EXAMPLES: dict[Any, str] = {int: "1,8", float: ".5,.25"}  # of lists, by what they are of
+_EXAMPLES: dict[Any, str] = {int: "1,8", float: ".5,.25"}  # of lists, by the type of their items
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Model = Annotated[str, Parameter(help="A directory, a GGUF file, a hub id or reference:gqa.")]
 ModelOrMaps = Annotated[
     str,
     Parameter(
-        help="A directory, a GGUF file, a hub id, reference:gqa, or a folder of maps, which stands"
-        " for the model that they were made for."
+        help="A directory, a GGUF file, a hub id, reference:gqa, or a folder of maps, which loads"
+        " the model that they were made for too."
     ),
 ]
 Files = Annotated[tuple[Path, ...], Parameter(consume_multiple=1, negative="", show_default=False)]
-TaskFiles = Annotated[Files, Parameter(help=f"Files of {LEGAL_ROWS} rows (.jsonl, .xz, .gz).")]
+TaskFiles = Annotated[
+    Files,
+    Parameter(
+        help="Files with one task per line (.jsonl, .xz, .gz), as JSON with the fields"
+        f" {LEGAL_ROWS}."
+    ),
+]
 RecipeName = Annotated[
     str | None,
     Parameter(
-        help=f"One of {NAMES}. By default swift; with --fold and --keep or --budget"
-        " the one of small, lean and swift that loses least and is predicted to be no slower than"
-        " the model.",
+        help=f"The compression method: one of {NAMES}. By default swift; with --fold and --set keep"
+        " or --budget, the one of small, lean and swift with the least loss that is predicted to be"
+        " no slower than the original model.",
         show_default=False,
     ),
 ]
 Goal = Annotated[
     GoalName | None,
     Parameter(
-        help="Instead of --recipe, what matters most: speed (swift, the default), memory (small:"
-        " the smallest cache at a quality, and much slower steps), or balanced (lean).",
+        help="What matters most, instead of --recipe: speed (the default: recipe swift), memory"
+        " (small: the smallest cache at the same loss, but much slower steps), or balanced (lean).",
         show_default=False,
     ),
 ]
 MapsName = Annotated[
     str | None,
     Parameter(
-        help="Maps beside the weights, for a MODEL of any type: their folder, or a hub id USER/NAME"
-        " or USER/NAME@REVISION.",
+        help="Maps to use with MODEL, made by `kvfold compress`: a folder, or a hub id USER/NAME or"
+        " USER/NAME@REVISION.",
         show_default=False,
     ),
 ]
@@ -70,15 +76,15 @@ Flag = Annotated[bool, Parameter(negative="", show_default=False)]
 
 
 def flags_of(config: type) -> Callable[[type[T]], type[T]]:
-    """Gives a class a flag for every setting of `config`, of its default and with its help."""
+    """Class decorator: adds a flag for every setting of `config`, with its default and help."""
 
     def add(options: type[T]) -> type[T]:
-        for name, (kind, own) in settings_of(config).items():
-            default, text = getattr(config, name), own.text
-            if own.off is not None:
-                (name, text), default = own.off, not default
-            if own.objects is not None:
-                kind = Union[tuple(x for x in get_args(kind) if x is not own.objects)]  # noqa: UP007
+        for name, (kind, rule) in settings_of(config).items():
+            default, text = getattr(config, name), rule.text
+            if rule.off is not None:
+                (name, text), default = rule.off, not default
+            if rule.objects is not None:
+                kind = Union[tuple(x for x in get_args(kind) if x is not rule.objects)]  # noqa: UP007
             options.__annotations__[name] = Flag if kind is bool else kind
             setattr(options, name, setting(default, text))
         return options
@@ -87,21 +93,21 @@ def flags_of(config: type) -> Callable[[type[T]], type[T]]:
 
 
 def converted(kind: Any, tokens: Sequence[Token]) -> Any:
-    """The values of one flag, as cyclopts converts them. Raises ValueError for a fraction where a
-    whole number is wanted, which cyclopts rounds, and for more than 64 bits hold."""
+    """The value of one flag, as cyclopts converts it. Raises ValueError for a fraction where a
+    whole number is expected, which cyclopts would round, and for numbers of more than 64 bits."""
     whole = kind is int or int in get_args(kind)
     if whole:
         for token in tokens:
             if "." in token.value:
                 raise ValueError(f"must be a whole number, got {token.value}")
-    found = convert(kind, tokens)
-    if whole and isinstance(found, int) and abs(found) >= MOST:
-        raise ValueError(f"must be below {MOST:g}, got {found}")
-    return found
+    value = convert(kind, tokens)
+    if whole and isinstance(value, int) and abs(value) >= MOST:
+        raise ValueError(f"must be below {MOST:g}, got {value}")
+    return value
 
 
 def flag(name: str, value: str | None = None) -> str:
-    """How a setting is written here: max_tokens -> --max-tokens, bits=4 -> --bits 4, check=False ->
+    """A setting as a flag: max_tokens -> --max-tokens, bits=4 -> --bits 4, check=False ->
     --no-check."""
     written = f"--{'no-' * (value == 'False')}{name.replace('_', '-')}"
     if value == "False":
@@ -112,10 +118,14 @@ def flag(name: str, value: str | None = None) -> str:
 @Parameter(name="*", group="Device")
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a model runs, and in which numbers."""
+    """The device that a model runs on, and its dtype."""
 
-    dtype: Dtype = setting("auto", "auto: the checkpoint's own, computed in float32 on a CPU.")
-    device: str | None = setting(None, "Such as cuda:0 or cpu; a GPU by default, if there is one.")
+    dtype: Dtype = setting(
+        "auto", "Dtype of the weights; auto: the checkpoint's dtype on a GPU, float32 on a CPU."
+    )
+    device: str | None = setting(
+        None, "Device such as cuda:0 or cpu; by default a GPU, if there is one."
+    )
 
     def __post_init__(self) -> None:
         if self.device is not None:
@@ -127,19 +137,24 @@ class Place:
 @Parameter(name="*", group="Calibration")
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Text that statistics are measured on."""
+    """The text that a model is calibrated on."""
 
     calib: Files = setting(
-        (), "Text files instead of ours (.txt, .xz, .gz); self: text that the model writes."
+        (),
+        "Text files to calibrate on (.txt, .xz, .gz), or self: text that the model writes itself;"
+        " by default a packaged text.",
     )
-    stats: Path | None = setting(None, "Statistics file: reused if it fits, written if absent.")
+    stats: Path | None = setting(
+        None,
+        "File for the results of the calibration pass: read if it exists and fits the model, else"
+        " written.",
+    )
     max_tokens: Annotated[int | None, Parameter(name=("--calib-tokens", "--max-tokens"))] = setting(
         None,
-        "Tokens of calibration text, which decide the time: by default 32768 where the model is on"
-        " a GPU, 12288 on a CPU.",
+        "Tokens to calibrate on; more take longer. By default 32768 on a GPU, 12288 on a CPU.",
         least=1,
     )
-    seed: int = setting(0, "Of labels and clusters.", **SEEDS)
+    seed: int = setting(0, "Seed of what calibration draws at random.", **SEEDS)
 
     def __post_init__(self) -> None:
         with renamed(max_tokens="calib_tokens"):
@@ -149,24 +164,28 @@ class Calibration:
 @Parameter(name="*", group="Size of the cache")
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """How small a cache is to be: a `Target`, which checks it, and what ranks are multiples of."""
+    """The size of the compressed cache: a `Target`, which checks the flags, and the alignment of
+    ranks."""
 
     keep: float | None = setting(
         None,
-        "Share of the cache to keep, in (0, 1]; 0.5 if no size is given and the recipe plans no"
-        " bits.",
+        "Share of the cache's dimensions to keep, in (0, 1], instead of --factor. By default 0.5,"
+        " for recipes that --factor does not take.",
     )
     budget: str | None = setting(
         None,
-        'Instead of --keep: "ppl<=1.01" finds the smallest cache within 1 % of the perplexity.',
+        'Search for the smallest cache within a loss, instead of --factor: "ppl<=1.01" allows 1 %'
+        " more perplexity.",
     )
     factor: float | None = setting(
         None,
-        "Instead of --keep: a cache so many times smaller, in dimensions and bits together, for the"
-        " least predicted loss. For recipes that predict it, ours, of which it is 4 if no size is"
-        " given; runs on the paged cache.",
+        "How many times smaller the cache becomes, by keeping fewer dimensions and by storing them"
+        " in fewer bits, with the least predicted loss. By default 4. For the recipes swift, lean,"
+        " small and fast.",
     )
-    bytes_per_token: float | None = setting(None, "The same, as bytes a token.")
+    bytes_per_token: float | None = setting(
+        None, "Size of the cache in bytes per token, instead of --factor."
+    )
     hybrid: str | None = setting(
         None,
         "Instead of --keep: ZDC's two widths of a token by its importance, as shares removed, such "
@@ -176,52 +195,59 @@ class Size:
     )
     levels: str | None = setting(
         None,
-        "Bits that planned numbers may have, separated by commas, of 8,6,4,3,2,1, or all of them;"
-        " default 8,4,2, those that kernels read.",
+        "Bits that --factor may choose from, separated by commas: some of 8,6,4,3,2,1, or all. By"
+        " default 8,4,2, which kernels read.",
     )
     prefer: Prefer | None = setting(
         None,
-        "What such a plan is for: balanced, or without --recipe speed where a GPU can use it."
-        " speed: rows that a Hopper GPU reads in one pass, of recipes swift and lean; size: the"
-        " least loss at a size, in all levels, of which not all have kernels.",
+        "What --factor plans for. speed: layouts that a Hopper GPU reads in one pass (recipes swift"
+        " and lean). size: the least loss, with all levels, though some have no kernels. balanced:"
+        " in between. By default balanced; without --recipe speed, if a GPU can use it.",
     )
     align: int | None = setting(
         None,
-        "Ranks are multiples of it; default 16, or 8 where heads are narrow. Not of planned bits.",
+        "Make ranks multiples of this number, with --keep and --budget. By default 16, or 8 for a"
+        " head dim of up to 64.",
     )
 
     @property
     def target(self) -> "Target":
         from kvfold.compression.planning.target import Target
 
-        given = {name: getattr(self, name) for name in ("keep", "budget", "factor", "prefer")}
-        levels = parse_levels(self.levels)
         text = self.hybrid
-        hybrid = text if text is None or "<" in text else Ratios.parse(text)
-        size = self.bytes_per_token
-        return Target(bytes_per_token=size, levels=levels, hybrid=hybrid, **given)
+        return Target(
+            keep=self.keep,
+            budget=self.budget,
+            factor=self.factor,
+            bytes_per_token=self.bytes_per_token,
+            hybrid=text if text is None or "<" in text else Ratios.parse(text),
+            levels=parse_levels(self.levels),
+            prefer=self.prefer,
+        )
 
 
 @Parameter(name="*", group="Search for the fastest")
 @dataclass(frozen=True, kw_only=True)
 class Fastest:
-    """Whether time decides the recipe and the size, and of which step."""
+    """Whether to search for the recipe and size with the fastest decode step, and of which
+    step."""
 
     fastest: Flag = setting(
         False,
-        "Of fast, swift, lean and small at sizes from 2 to 14 times, bits planned: the one within"
-        " --budget whose decode step is predicted to take the least time on a GPU.",
+        "Search for the recipe (fast, swift, lean or small) and --factor (2 to 14) within --budget"
+        " whose decode step is predicted to be the fastest on a GPU.",
     )
-    batch: int | None = setting(None, "Sequences of that step: 64 without it.")
+    batch: int | None = setting(None, "Sequences in that decode step; by default 64.")
     context: int | None = setting(
         None,
-        "Tokens that each of them has stored: 8192 without it, or as many as the model has"
-        " positions.",
+        "Tokens per sequence in that decode step; by default 8192, or the model's maximum if that"
+        " is less.",
     )
 
     def check(self, size: Size, recipe: str | None, stats: Path | None) -> None:
-        """Raises SettingError for what it needs or decides by itself, or what only it has."""
-        given = {"recipe": recipe, "align": size.align, "stats": stats, "prefer": size.prefer}
+        """Raises SettingError for settings that `fastest` needs and lacks, or that contradict it,
+        and for settings that need `fastest`."""
+        excluded = {"recipe": recipe, "align": size.align, "stats": stats, "prefer": size.prefer}
         if not self.fastest:
             for name in ("batch", "context"):
                 if getattr(self, name) is not None:
@@ -231,7 +257,7 @@ class Fastest:
             return
         if size.budget is None:
             raise SettingError("`fastest` is the fastest within a loss: give `budget` too")
-        for name, value in given.items():
+        for name, value in excluded.items():
             if value is not None:
                 raise SettingError(
                     f"`fastest` tries several recipes, sizes and plans: leave `{name}` out"
@@ -241,15 +267,23 @@ class Fastest:
 @Parameter(name="*", group="How texts are read")
 @dataclass(frozen=True, kw_only=True)
 class Windows:
-    """How texts are read."""
+    """How texts are split into windows, and the test of hidden facts."""
 
-    ctx: int | None = setting(None, "Tokens a window; by default 1024, or all there are.", least=1)
-    chunk: int = setting(512, "Tokens fed through the cache at a time.", least=1)
-    max_tokens: int | None = setting(None, "Most tokens to read of each text.", least=1)
-    batch: int = setting(1, "Windows run together, on transformers' cache.", least=1)
-    needle: Flag = setting(False, "Ask for facts hidden in 512 to 4K tokens.")
-    needle_contexts: int = setting(25, "Contexts a length, four questions each.", least=1)
-    see_question: Flag = setting(False, "Evict after the needle's question, not before it.")
+    ctx: int | None = setting(
+        None, "Tokens per window; by default 1024, or the model's maximum if that is less.", least=1
+    )
+    chunk: int = setting(512, "Tokens per forward pass.", least=1)
+    max_tokens: int | None = setting(None, "Read at most this many tokens of each text.", least=1)
+    batch: int = setting(1, "Windows that run together, on transformers' cache.", least=1)
+    needle: Flag = setting(
+        False, "Also ask for facts that are hidden in texts of 512 to 4096 tokens."
+    )
+    needle_contexts: int = setting(
+        25, "Texts per length with hidden facts; four questions each.", least=1
+    )
+    see_question: Flag = setting(
+        False, "Evict after the question about a hidden fact is known, not before."
+    )
 
     @property
     def agnostic(self) -> bool:
@@ -265,20 +299,23 @@ class Windows:
 @Parameter(name="*", group="Sampling")
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How a continuation is chosen."""
+    """How the next token is chosen."""
 
-    max_new_tokens: int = setting(128, "Most tokens to add.", least=1)
+    max_new_tokens: int = setting(128, "Generate at most this many tokens.", least=1)
     temperature: float | None = setting(
         None,
-        "Sample at this temperature; greedy without it.",
+        "Sample at this temperature; by default greedy.",
         above=0,
         hint="leave it out for greedy",
     )
-    top_k: int | None = setting(None, "Sample from the K likeliest tokens only.", least=1)
+    top_k: int | None = setting(None, "Sample from the K most likely tokens.", least=1)
     top_p: float | None = setting(
-        None, "Sample from the likeliest tokens that hold this probability only.", above=0, most=1
+        None,
+        "Sample from the most likely tokens whose probabilities add up to this.",
+        above=0,
+        most=1,
     )
-    seed: int = setting(0, "Of the sampling.", **SEEDS)
+    seed: int = setting(0, "Seed of the sampling.", **SEEDS)
 
     def __post_init__(self) -> None:
         if self.temperature is None and (self.top_k is not None or self.top_p is not None):
@@ -290,25 +327,27 @@ class Sampling:
 @dataclass(frozen=True, kw_only=True)
 @flags_of(CacheConfig)
 class Storage:
-    """How the paged cache stores tokens, a `CacheConfig`. Any of these runs the model on it."""
+    """Flags of `CacheConfig`: how the paged cache stores tokens. Setting any of them uses the paged
+    cache."""
 
-    paged: Flag = setting(False, "Use the paged cache even without the rest.")
+    paged: Flag = setting(False, "Use kvfold's paged cache with its default settings.")
 
     @property
-    def asked(self) -> bool:
-        """Whether anything is set."""
+    def any_set(self) -> bool:
+        """Whether any flag is not at its default."""
         return any(getattr(self, field.name) != field.default for field in fields(self))
 
     def __post_init__(self) -> None:
-        if self.asked:  # checking formats imports torch
+        if self.any_set:  # checking formats imports torch
             self._cache()
 
     def config(self, planned: bool = False) -> CacheConfig | None:
-        """The engine's configuration; None where nothing asks for pages (`planned`: bits do).
+        """The paged cache's configuration; None if transformers' cache serves.
 
-        Raises SettingError for what only packed numbers have, where none are packed.
+        planned: the model's bits are planned, which needs the paged cache. Raises SettingError for
+        settings of packed numbers if none are packed.
         """
-        if not self.asked and not planned:
+        if not self.any_set and not planned:
             return None
         cache = self._cache()
         packed = planned if cache.bits is None else cache.bits < 16
@@ -321,11 +360,11 @@ class Storage:
         return cache
 
     def _cache(self) -> CacheConfig:
-        given: dict[str, Any] = {
-            name: not getattr(self, own.off[0]) if own.off else getattr(self, name)
-            for name, (_, own) in settings_of(CacheConfig).items()
+        settings: dict[str, Any] = {
+            name: not getattr(self, rule.off[0]) if rule.off else getattr(self, name)
+            for name, (_, rule) in settings_of(CacheConfig).items()
         }
-        cache = CacheConfig(**given)
+        cache = CacheConfig(**settings)
         if cache.evict and cache.keep_tokens is None and cache.max_cache_tokens is None:
             raise SettingError(
                 f"`evict={cache.evict!r}` evicts down to a budget: give `keep_tokens`, such as "
@@ -338,7 +377,7 @@ class Storage:
 @dataclass(frozen=True, kw_only=True)
 @flags_of(LoRA)
 class Adapters:
-    """How low-rank additions learn, a `LoRA`."""
+    """Flags of `LoRA`: how low-rank additions are trained."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -350,7 +389,7 @@ SAMPLING, STORAGE = Sampling(), Storage()
 
 
 def parse_levels(text: str | None) -> tuple[int, ...] | None:
-    """Bits of planned numbers, or all of them. Raises ValueError for what is no list."""
+    """The bits in a list such as 8,4,2, or all levels. Raises ValueError for what is no list."""
     if text is None:
         return None
     return ALL_LEVELS if text == "all" else tuple(parse_list(text, "--levels", int, "8,4,2 or all"))

@@ -1,4 +1,4 @@
-"""kvfold pack: a text, compressed once for all who ask about it."""
+"""kvfold pack: reads a text once and saves its compressed cache for later requests."""
 
 import dataclasses
 import sys
@@ -24,33 +24,45 @@ DEFAULT = "kvzip"
 
 @Parameter(name="*", group="Paged cache")
 @dataclass(frozen=True, kw_only=True)
-class Stored:
-    """How rows of a context are stored and chosen."""
+class PackFlags:
+    """How the tokens of a context are chosen and stored."""
 
-    factor: float = setting(100.0, "How many times fewer bits than at 16 bits, in all.", least=1)
-    evict: str = setting(DEFAULT, "The policy that says which tokens stay.", choices=POLICIES)
-    bits: int | None = setting(None, "Of every number; by default as planned, or 16.")
-    page: int | None = setting(None, "Rows a page, the fewest that a head keeps.", least=1)
-    repair: Flag = setting(False, "Fit rows that stay, so that they attend as all rows did.")
-    zeros: Flag = setting(False, "Store a zero beside every scale.")
+    factor: float = setting(
+        100.0, "How many times smaller than an uncompressed cache of 16 bits.", least=1
+    )
+    evict: str = setting(
+        DEFAULT, "The policy that chooses which tokens are kept.", choices=POLICIES
+    )
+    bits: int | None = setting(
+        None, "Bits of every number; by default as the checkpoint plans them, or 16."
+    )
+    page: int | None = setting(
+        None, "Tokens a page, which is also the fewest that a head keeps.", least=1
+    )
+    repair: Flag = setting(
+        False, "Refit the tokens that are kept to the attention outputs of all tokens."
+    )
+    zeros: Flag = setting(False, "Store a zero point with every scale.")
     sub_group: int | None = setting(None, "Most numbers that share a scale.")
-    kv_bytes: int | None = setting(None, "Bytes of the page pool that it is read into.", least=1)
-    no_sample: Flag = setting(False, "Measure no loss.")
+    kv_bytes: int | None = setting(
+        None, "Bytes of the page pool that the text is read into.", least=1
+    )
+    no_sample: Flag = setting(False, "Do not measure the loss.")
 
     def __post_init__(self) -> None:
         check(self)
 
     @property
     def cache(self) -> CacheConfig:
-        """Of the pool it is read into, where nothing is evicted but by factor."""
-        given = dataclasses.asdict(self)
-        del given["factor"], given["no_sample"]
-        return CacheConfig(**given, keep_tokens=1.0)
+        """The cache that the text is read into. It evicts nothing until `factor` is applied."""
+        settings = dataclasses.asdict(self)
+        del settings["factor"], settings["no_sample"]
+        return CacheConfig(**settings, keep_tokens=1.0)
 
 
-STORED = Stored()
-Context = Annotated[Path, Parameter(help="The text's file (.txt, .xz, .gz).")]
-Output = Annotated[Path, Parameter(help="The file to write, such as book.kvf.")]
+PACK_FLAGS = PackFlags()
+Context = Annotated[Path, Parameter(help="File with the text (.txt, .xz, .gz).")]
+Output = Annotated[Path, Parameter(help="File to write, such as book.kvf.")]
 
 
 def pack(
@@ -59,17 +71,18 @@ def pack(
     *,
     context: Context,
     output: Output,
-    stored: Stored = STORED,
+    flags: PackFlags = PACK_FLAGS,
     place: Place = PLACE,
 ) -> None:
-    """Read a text, compress what the cache holds of it, and write that to a file.
+    """Read a long text once and save its compressed cache, for questions about it later.
 
-    `kvfold generate MODEL --context FILE.kvf` goes on from it, in milliseconds.
+    `kvfold generate MODEL --set context=FILE.kvf` and `kvfold serve --set context=NAME=FILE.kvf`
+    continue from it without reading the text again.
     """
     from kvfold.cli.generate import read_prompt
 
     check_writable(output)
-    cache = stored.cache
+    cache = flags.cache
     text = read_prompt(None, context)
     config, tokenizer = common.load_config(model), common.load_tokenizer(model)
     from kvfold.cache.eviction import policies
@@ -78,7 +91,7 @@ def pack(
     from kvfold.evaluation.perplexity import max_positions
     from kvfold.utils.tokens import longer
 
-    check_served(config, common.saved_spec(config), policies.get(stored.evict), cache)
+    check_served(config, common.saved_spec(config), policies.get(flags.evict), cache)
     limit = max_positions(config)
     if limit is not None and longer(tokenizer, text, limit - 1):
         raise ValueError(
@@ -89,22 +102,22 @@ def pack(
     settings = dataclasses.asdict(cache) | {"max_sequences": 1}
     llm = LLM(common.load(model, place), tokenizer=tokenizer, owned=True, **settings)
     with common.progress() as progress:
-        measure = not stored.no_sample
-        found = llm.pack(text, factor=stored.factor, measure=measure, progress=progress)
-    found.save(output)
-    print(f"{output}: {found.summary} ({time.monotonic() - began:.0f} s)", file=sys.stderr)
+        measure = not flags.no_sample
+        packed = llm.pack(text, factor=flags.factor, measure=measure, progress=progress)
+    packed.save(output)
+    print(f"{output}: {packed.summary} ({time.monotonic() - began:.0f} s)", file=sys.stderr)
 
 
 def read(path: Path, storage: Storage) -> "tuple[CacheConfig, PackedContext]":
-    """A packed context, and the cache that takes it. Raises ValueError where it cannot be read, or
-    storage says what it says itself."""
+    """The cache that a packed context needs, and the context. Raises ValueError for a file that
+    cannot be read, and for storage settings other than `kv_bytes`, since the file has them."""
     from kvfold.engine.requests.packed import PackedContext, cache_of
 
     size: int | None = getattr(storage, "kv_bytes")  # noqa: B009
     others: dict[str, Any] = {"kv_bytes": None, "paged": False}
-    if dataclasses.replace(storage, **others).asked:
+    if dataclasses.replace(storage, **others).any_set:
         raise SettingError(
             "`context` says how the cache stores tokens: beside it give `kv_bytes` alone"
         )
-    found = PackedContext.load(path)
-    return cache_of(found.origin["settings"], size), found
+    packed = PackedContext.load(path)
+    return cache_of(packed.origin["settings"], size), packed

@@ -1,4 +1,4 @@
-"""The files that a command reads and writes, as its arguments name them."""
+"""Checks that a command does not write over the files that it reads."""
 
 import dataclasses
 import os
@@ -10,12 +10,12 @@ from typing import Any
 from kvfold.cli.options import flag
 from kvfold.utils.files import check_apart
 
-OUTPUTS = ("html", "json", "output", "plot")  # parameters that name what a command writes
-REUSED = "stats"  # read where it exists, else written
+OUTPUTS = ("html", "json", "output", "plot")  # parameters that name files to write
+REUSED = "stats"  # a file that is read if it exists, else written
 
 
 def check_paths(bound: BoundArguments) -> None:
-    """Raises ValueError where a command would write over what it reads, or write a file twice."""
+    """Raises ValueError if a command would write over a file that it reads, or write one twice."""
     outputs: dict[str, Path] = {}
     inputs: dict[str, list[Path]] = {}
     for name, value in bound.arguments.items():
@@ -30,7 +30,7 @@ def check_paths(bound: BoundArguments) -> None:
 
 
 def _settings(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """An argument by its name, or the settings that a class of them holds by theirs."""
+    """An argument with its name; for a dataclass of settings, each field with its name."""
     if not dataclasses.is_dataclass(value):
         yield name, value
         return
@@ -39,7 +39,8 @@ def _settings(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _existing(value: Any) -> Iterator[Path]:
-    """Files and folders that a value names: a path, a list with commas, NAME=FILE, or several."""
+    """Existing files and folders that a value names: a path, a list with commas, NAME=FILE, or
+    several of these."""
     if isinstance(value, list | tuple):
         for item in value:
             yield from _existing(item)

@@ -1,4 +1,4 @@
-"""kvfold push: publish maps beside the weights."""
+"""kvfold push: publishes maps on the Hugging Face hub."""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,10 +9,8 @@ from kvfold.cli import common
 from kvfold.cli.options import Flag
 from kvfold.utils.errors import SettingError
 
-Folder = Annotated[
-    Path, Parameter(help="Maps beside the weights, as `kvfold compress` wrote them.")
-]
-Name = Annotated[str, Parameter(help="The hub repository to put them into, USER/NAME.")]
+Folder = Annotated[Path, Parameter(help="Folder of maps, as `kvfold compress` writes it.")]
+Name = Annotated[str, Parameter(help="Repository on the hub, USER/NAME.")]
 
 
 def push(
@@ -23,16 +21,17 @@ def push(
     private: Flag = False,
     revision: str | None = None,
 ) -> None:
-    """Publish the maps of FOLDER on the Hugging Face hub, all of it or nothing.
+    """Publish a folder of maps on the Hugging Face hub.
 
-    Log in before with `hf auth login`, or set HF_TOKEN. Others then write --maps USER/NAME.
+    Log in first with `hf auth login`, or set HF_TOKEN. Others can then use --maps USER/NAME. The
+    files are uploaded together or not at all.
 
     Parameters
     ----------
     private
-        Make a repository that others do not see.
+        Create a private repository.
     revision
-        Branch to put them on, made if there is none; by default main.
+        Branch to upload to, which is created if it does not exist; by default main.
     """
     from kvfold.hub import download
     from kvfold.maps.sidecar import CARD, FILES, Sidecar
@@ -48,5 +47,5 @@ def push(
     if not (folder / CARD).exists():
         files[CARD] = sidecar.readme().encode()
     address = download.publish(files, name, private=private, revision=revision)
-    named = name if revision is None else f"{name}@{revision}"
-    print(f'published {address}: --maps {named}, kvfold.attach(model, "{named}")')
+    hub_id = name if revision is None else f"{name}@{revision}"
+    print(f'published {address}: --maps {hub_id}, kvfold.attach(model, "{hub_id}")')

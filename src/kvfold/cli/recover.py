@@ -1,4 +1,4 @@
-"""kvfold recover: what compression left alone learns to make up for it."""
+"""kvfold recover: trains low-rank additions that make up for the loss of compression."""
 
 import time
 from dataclasses import asdict
@@ -16,19 +16,25 @@ def recover(
     /,
     *,
     output: Path,
-    text: Annotated[Files, Parameter(help="Text files instead of ours (.txt, .xz, .gz).")] = (),
+    text: Annotated[
+        Files,
+        Parameter(help="Text files to train on (.txt, .xz, .gz); by default a packaged text."),
+    ] = (),
     original: str | None = None,
     adapters: Adapters = ADAPTERS,
     place: Place = PLACE,
 ) -> None:
-    """Train low-rank additions to a compressed MODEL's weights on text, and merge them.
+    """Train low-rank additions (LoRA) to the weights of a folded MODEL, and merge them.
+
+    Recovers quality that compression lost. Best on a GPU.
 
     Parameters
     ----------
     output
-        New directory, written whole or not at all.
+        New directory to write to. It is written completely or not at all.
     original
-        The model it was compressed from: what that predicts is learnt, instead of the text.
+        The model that MODEL was made from. Then the original's predictions are learned, instead of
+        the text itself.
     """
     from kvfold import recovery
     from kvfold.hub.checkpoint import provenance_of
@@ -36,7 +42,7 @@ def recover(
     common.quiet()
     begin = time.perf_counter()
     with common.progress() as progress:
-        made = recovery.recover(
+        model_with_lora = recovery.recover(
             model,
             output=output,
             text=list(text) or None,
@@ -46,8 +52,8 @@ def recover(
             progress=progress,
             **asdict(adapters),
         )
-    lora = provenance_of(made)["lora"]
-    what = "from the original" if original else "of text that was kept back"
+    lora = provenance_of(model_with_lora)["lora"]
+    what = "from the original" if original else "of held-out text"
     print(
         f"{lora['before']:.4f} to {lora['after']:.4f} nats a token {what}, after {lora['steps']}"
         f" steps on {lora['tokens']} tokens"

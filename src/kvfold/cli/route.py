@@ -1,4 +1,4 @@
-"""kvfold route: one address before several servers."""
+"""kvfold route: one address that forwards requests to several servers."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -13,40 +13,43 @@ from kvfold.server import check_installed
 from kvfold.server.limits import Balance, Limits
 
 Urls = Annotated[
-    tuple[str, ...], Parameter(help="Of the servers, such as http://127.0.0.1:8000.", negative="")
+    tuple[str, ...],
+    Parameter(help="URLs of the servers, such as http://127.0.0.1:8000.", negative=""),
 ]
 
 
 @Parameter(name="*", group="Address and limits")
 @dataclass(frozen=True, kw_only=True)
 class Listen:
-    """Where the router is, what it takes, and how long it waits."""
+    """Where the router listens, and its limits."""
 
-    host: str = setting("127.0.0.1", "Address to listen at; 0.0.0.0 is every network's.")
-    port: int = setting(8080, "Port; 0 takes any.", least=0, most=65535)
+    host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 for all networks.")
+    port: int = setting(8080, "Port to listen on; 0 for any free port.", least=0, most=65535)
     request_seconds: float = setting(
-        Limits.request_seconds, "Most time that a replica may be silent.", above=0
+        Limits.request_seconds, "Longest time that a server may send nothing.", above=0
     )
     max_body: int = setting(
-        Limits.max_body, "Bytes of a request; a replica may take fewer.", least=1024
+        Limits.max_body, "Most bytes of a request; the servers may accept fewer.", least=1024
     )
     max_bodies: int = setting(
-        Limits.max_bodies, "Bytes of all requests that are being sent.", least=1024
+        Limits.max_bodies, "Most bytes of all requests that are being received.", least=1024
     )
     max_connections: int = setting(
         Limits.max_connections,
-        "Clients connected at once; fewer where the system allows fewer descriptors.",
+        "Most clients connected at once; fewer if the system allows fewer file descriptors.",
         least=1,
     )
     head_seconds: float = setting(
-        Limits.head_seconds, "Most time to send a request's head, or to be idle.", above=0
+        Limits.head_seconds, "Longest time for a client to send headers, or to be idle.", above=0
     )
-    body_seconds: float = setting(Limits.body_seconds, "Most time to send a request.", above=0)
+    body_seconds: float = setting(
+        Limits.body_seconds, "Longest time for a client to send a request.", above=0
+    )
     send_seconds: float = setting(
-        Limits.send_seconds, "Most time that a client may leave what it is sent unread.", above=0
+        Limits.send_seconds, "Longest time for a client to leave an answer unread.", above=0
     )
     drain_seconds: int = setting(
-        Limits.drain_seconds, "After SIGTERM, most time for what is open.", least=0
+        Limits.drain_seconds, "Longest time to finish open requests after SIGTERM.", least=0
     )
 
     def __post_init__(self) -> None:
@@ -54,15 +57,15 @@ class Listen:
 
     @property
     def limits(self) -> Limits:
-        named = {x.name for x in dataclasses.fields(Limits)}
-        return Limits(**{k: v for k, v in dataclasses.asdict(self).items() if k in named})
+        names = {x.name for x in dataclasses.fields(Limits)}
+        return Limits(**{k: v for k, v in dataclasses.asdict(self).items() if k in names})
 
 
 @Parameter(name="*", group="Balance")
 @dataclass(frozen=True, kw_only=True)
 @flags_of(Balance)
-class Spread:
-    """`Balance`."""
+class BalanceFlags:
+    """Flags of `Balance`."""
 
     @property
     def balance(self) -> Balance:
@@ -72,14 +75,14 @@ class Spread:
         self.balance  # noqa: B018
 
 
-LISTEN, SPREAD = Listen(), Spread()
+LISTEN, BALANCE = Listen(), BalanceFlags()
 
 
-def route(urls: Urls, /, *, listen: Listen = LISTEN, spread: Spread = SPREAD) -> None:
-    """Spread requests over several servers that serve the same model.
+def route(urls: Urls, /, *, listen: Listen = LISTEN, balance: BalanceFlags = BALANCE) -> None:
+    """Distribute requests over several servers of the same model.
 
-    A request whose server is lost before its answer begins goes to another; one that has begun ends
-    with an error. Keys and all else pass as they came; /health and /metrics are the router's.
+    If a server fails before an answer begins, the request goes to another server; later, the answer
+    ends with an error. API keys are passed on unchanged. /health and /metrics are the router's own.
     """
     check_installed("aiohttp")
     for url in urls:
@@ -97,5 +100,5 @@ def route(urls: Urls, /, *, listen: Listen = LISTEN, spread: Spread = SPREAD) ->
     from kvfold.server.run import bind, run
 
     listener = bind(listen.host, listen.port)
-    app = create_router(urls, balance=spread.balance, limits=listen.limits)
+    app = create_router(urls, balance=balance.balance, limits=listen.limits)
     run(app, listener, listen.limits)

@@ -25,19 +25,25 @@ if TYPE_CHECKING:
 KEY = "KVFOLD_API_KEY"
 ORIGIN = re.compile(r"null|[a-z][a-z0-9+.-]*://[^\s/?#@,]+")  # as a browser names it
 EngineName = Annotated[
-    Literal["kvfold", "vllm"], Parameter(help="vllm: vLLM's own server, see docs/vllm.md.")
+    Literal["kvfold", "vllm"],
+    Parameter(help="The engine; vllm starts vLLM's own server, see docs/vllm.md."),
 ]
 
 
 @Parameter(name="*", group="Address and access")
 @dataclass(frozen=True, kw_only=True)
 class Address:
-    """Where the server is, and who may ask it."""
+    """Where the server listens, and who may use it."""
 
-    host: str = setting("127.0.0.1", "Address to listen at; 0.0.0.0 is every network's.")
-    port: int = setting(8000, "Port; 0 takes any.", least=0, most=65535)
-    api_key: str | None = setting(None, f"What clients must send; ${KEY} is not shown by ps.")
-    served_model_name: str | None = setting(None, "What clients call the model; MODEL by default.")
+    host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 for all networks.")
+    port: int = setting(8000, "Port to listen on; 0 for any free port.", least=0, most=65535)
+    api_key: str | None = setting(
+        None,
+        f"API key that clients must send; in ${KEY}, other users of this machine do not see it.",
+    )
+    served_model_name: str | None = setting(
+        None, "Name of the model in requests and answers; by default MODEL."
+    )
 
     def __post_init__(self) -> None:
         check(self)
@@ -49,7 +55,7 @@ class Address:
 
     @property
     def key(self) -> str | None:
-        """Raises ValueError for an empty one, which would let everyone in."""
+        """The API key. Raises ValueError for an empty key, which would let everyone in."""
         key = os.environ.get(KEY) if self.api_key is None else self.api_key
         if key is not None and not key.strip():
             raise ValueError(f"the API key is empty: give --api-key or ${KEY} one, or neither")
@@ -58,20 +64,22 @@ class Address:
 
 @Parameter(name="*", group="Capacity")
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """What an engine makes room for."""
+class EngineSize:
+    """How many sequences the engine runs, and how long they may be."""
 
-    max_sequences: int = setting(64, "Choices that run at once.", least=1)
+    max_sequences: int = setting(64, "Sequences that run at once.", least=1)
     max_tokens: int | None = setting(
-        None, "Of a prompt and its answer; by default the model's positions.", least=1
+        None, "Most tokens of a prompt and its answer; by default the model's maximum.", least=1
     )
-    no_prefix_caching: Flag = setting(False, "Compute again what prompts begin with.")
+    no_prefix_caching: Flag = setting(
+        False, "Do not reuse the cache of earlier requests that share a prefix."
+    )
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of LLM."""
-        found = dataclasses.asdict(self)
-        return found | {"prefix_caching": False if found.pop("no_prefix_caching") else None}
+        """Keyword arguments of `LLM`."""
+        settings = dataclasses.asdict(self)
+        return settings | {"prefix_caching": False if settings.pop("no_prefix_caching") else None}
 
     def __post_init__(self) -> None:
         check(self)
@@ -80,8 +88,8 @@ class Sizes:
 @Parameter(name="*", group="Limits")
 @dataclass(frozen=True, kw_only=True)
 @flags_of(Limits)
-class Bounds:
-    """`Limits`."""
+class LimitFlags:
+    """Flags of `Limits`."""
 
     @property
     def limits(self) -> Limits:
@@ -91,7 +99,7 @@ class Bounds:
         self.limits  # noqa: B018
 
 
-ADDRESS, SIZES, BOUNDS = Address(), Sizes(), Bounds()
+ADDRESS, ENGINE_SIZE, LIMITS = Address(), EngineSize(), LimitFlags()
 
 
 def serve(
@@ -104,24 +112,26 @@ def serve(
     allow_origins: Annotated[tuple[str, ...], Parameter(negative=())] = (),
     no_request_log: Flag = False,
     address: Address = ADDRESS,
-    sizes: Sizes = SIZES,
-    bounds: Bounds = BOUNDS,
+    size: EngineSize = ENGINE_SIZE,
+    limits: LimitFlags = LIMITS,
     storage: Storage = STORAGE,
     place: Place = PLACE,
 ) -> None:
-    """Serve a model to OpenAI's clients, from the paged cache.
+    """Start an OpenAI-compatible server.
 
-    Chats, completions, streams; /metrics for Prometheus. SIGTERM answers what is open, then ends.
+    Serves chats and completions, also streamed, and /metrics for Prometheus. Open the server's URL
+    for a dashboard. Ctrl-C and SIGTERM finish open requests before the server stops.
 
     Parameters
     ----------
     context
-        NAME=FILE, of a file that `kvfold pack` made: completions that send {"context": "NAME"} go
-        on from it. Any number of them, made alike; how the cache stores tokens is in them.
+        NAME=FILE with a compressed text that `kvfold pack` wrote: completions that send
+        {"context": "NAME"} continue from it. May be repeated with files of the same settings, which
+        also set how the cache stores tokens.
     allow_origins
-        Origins of web pages that may ask, such as https://example.org; * is every page's.
+        Origins of web pages that may send requests, such as https://example.org; * for all.
     no_request_log
-        Do not log a line for each request: its tokens, seconds and status.
+        Do not log a line for every request with its tokens, times and status.
     """
     key = address.key
     check_origins(allow_origins)
@@ -137,14 +147,14 @@ def serve(
             raise SettingError(
                 "`no_request_log` is of kvfold's own server: leave `engine=vllm` out"
             )
-        serve_vllm.serve(vllm_words(model, maps, address, sizes, bounds, storage, place), key)
+        serve_vllm.serve(vllm_words(model, maps, address, size, limits, storage, place), key)
     check_installed()
     common.check_context(maps, context)
     packed, contexts = read_contexts(context, storage)
-    beside = common.load_maps(maps)
-    config, tokenizer = common.load_config(model, beside), common.load_tokenizer(model)
+    sidecar = common.load_maps(maps)
+    config, tokenizer = common.load_config(model, sidecar), common.load_tokenizer(model)
     paged = dataclasses.replace(storage, paged=True)
-    cache = packed or common.cache_config(config, paged, place, beside=beside)
+    cache = packed or common.cache_config(config, paged, place, maps=sidecar)
     assert cache is not None
     from kvfold.server.run import LOCAL, bind, run, say
 
@@ -157,26 +167,25 @@ def serve(
 
     loaded = common.load(model, place)
     cache = common.with_policy(loaded, tokenizer, cache) or cache
-    settings = dataclasses.asdict(cache) | sizes.settings
-    llm = LLM(loaded, tokenizer=tokenizer, owned=True, maps=beside, **settings)
+    settings = dataclasses.asdict(cache) | size.settings
+    llm = LLM(loaded, tokenizer=tokenizer, owned=True, maps=sidecar, **settings)
     for what, value in llm.summary():
         say(f"{what}: {value}")
-    for each, one in contexts.items():
-        say(f"context {each}: {one.summary}")
-    asked = AsyncLLM(llm)
+    for context_name, packed_context in contexts.items():
+        say(f"context {context_name}: {packed_context.summary}")
     app = create_app(
-        asked,
+        AsyncLLM(llm),
         name,
-        limits=bounds.limits,
+        limits=limits.limits,
         api_key=key,
         contexts=contexts,
         allow_origins=allow_origins,
     )
-    run(app, listener, bounds.limits, log_requests=not no_request_log)
+    run(app, listener, limits.limits, log_requests=not no_request_log)
 
 
 def check_origins(origins: Sequence[str]) -> None:
-    """Raises SettingError for what is no origin, which would match none."""
+    """Raises SettingError for text that is no origin, which would never match."""
     for origin in origins:
         if origin != "*" and not ORIGIN.fullmatch(origin):
             raise SettingError(
@@ -188,33 +197,34 @@ def check_origins(origins: Sequence[str]) -> None:
 def read_contexts(
     named: Sequence[str], storage: Storage
 ) -> "tuple[CacheConfig | None, dict[str, PackedContext]]":
-    """Packed contexts by name, and the cache that takes the first; None where there are none."""
+    """The cache that packed contexts need, None without any, and the contexts by name."""
     from kvfold.cli.pack import read
 
-    cache, found = None, {}
+    cache: CacheConfig | None = None
+    contexts: dict[str, PackedContext] = {}
     for item in named:
         name, _, path = item.partition("=")
         if not (name and path):
             raise SettingError(f"`context` must be NAME=FILE, such as book=book.kvf; got {item!r}")
-        if name in found:
+        if name in contexts:
             raise SettingError(f"`context`: {name!r} is given twice; take another name")
-        own, found[name] = read(Path(path), storage)
-        cache = cache or own
-    return cache, found
+        cache_of_context, contexts[name] = read(Path(path), storage)
+        cache = cache or cache_of_context
+    return cache, contexts
 
 
 def vllm_words(
     model: str,
     maps: str | None,
     address: Address,
-    sizes: Sizes,
-    bounds: Bounds,
+    size: EngineSize,
+    limits: LimitFlags,
     storage: Storage,
     place: Place,
 ) -> list[str]:
-    """The same as a command line of vLLM's."""
+    """The same server as a command line of vLLM."""
     return serve_vllm.command(
-        model, maps, storage, place, bounds.limits,
+        model, maps, storage, place, limits.limits,
         host=address.host, port=address.port, served_model_name=address.served_model_name,
-        max_num_seqs=sizes.max_sequences, max_model_len=sizes.max_tokens,
+        max_num_seqs=size.max_sequences, max_model_len=size.max_tokens,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""kvfold serve --engine vllm: vLLM's own server, told what the same options mean there."""
+"""kvfold serve --engine vllm: starts vLLM's server with the options of `kvfold serve`."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from kvfold.config import CacheConfig
 from kvfold.server.limits import Limits
 from kvfold.utils.errors import SettingError
 
-# Settings of the cache by vLLM's names; those of the plugin's come as one object.
+# Settings of the cache that vLLM has under another name. The plugin's settings are one JSON object.
 NAMES = {"page": "block_size", "kv_bytes": "kv_cache_memory_bytes"}
 NO_DEVICE = (
     "`device`: vLLM runs on what it was built for; leave it out, and name GPUs in"
@@ -23,35 +23,35 @@ NO_DEVICE = (
 
 
 def changed(settings: Any) -> dict[str, Any]:
-    """Fields that are not as by default."""
+    """The fields of a dataclass that are not at their defaults, by name."""
     assert all(x.default is not MISSING for x in fields(settings))
-    found = {x.name: getattr(settings, x.name) for x in fields(settings)}
-    return {x.name: found[x.name] for x in fields(settings) if found[x.name] != x.default}
+    values = {x.name: getattr(settings, x.name) for x in fields(settings)}
+    return {x.name: values[x.name] for x in fields(settings) if values[x.name] != x.default}
 
 
 def cache_settings(cache: CacheConfig, maps: str | None = None) -> dict[str, Any]:
-    """Arguments of vLLM's engine, with maps beside the weights or without. Raises SettingError for
-    what the plugin does not serve, by name."""
+    """Arguments of vLLM's engine for a cache, and maps if any. Raises SettingError for a setting
+    that the plugin does not serve."""
     from kvfold.vllm_plugin.stored import REFUSED, SERVED
 
-    own: dict[str, Any] = {}
-    if maps is not None:  # a folder by its whole path: workers may run elsewhere
-        own["maps"] = str(Path(maps).resolve()) if Path(maps).exists() else maps
-    found: dict[str, Any] = {}
+    plugin: dict[str, Any] = {}
+    if maps is not None:  # an absolute path: workers may run in another folder
+        plugin["maps"] = str(Path(maps).resolve()) if Path(maps).exists() else maps
+    arguments: dict[str, Any] = {}
     for name, value in changed(cache).items():
         if name in NAMES:
-            found[NAMES[name]] = value
+            arguments[NAMES[name]] = value
         elif name in SERVED:
-            own[name] = value
+            plugin[name] = value
         else:
             raise SettingError(f"`{name}`: {REFUSED[name]}")
-    if own:
-        found["additional_config"] = {"kvfold": own}
-    return found
+    if plugin:
+        arguments["additional_config"] = {"kvfold": plugin}
+    return arguments
 
 
 def cache_flags(cache: CacheConfig, maps: str | None = None) -> list[str]:
-    """The same as flags of its command line."""
+    """The same settings as flags of vLLM's command line."""
     flags = []
     for name, value in cache_settings(cache, maps).items():
         text = json.dumps(value) if isinstance(value, dict) else str(value)
@@ -60,14 +60,14 @@ def cache_flags(cache: CacheConfig, maps: str | None = None) -> list[str]:
 
 
 def limit_flags(limits: Limits) -> list[str]:
-    """Raises SettingError for what vLLM's server has no option for."""
-    wanted = changed(limits)
-    most = wanted.pop("max_logprobs", None)
-    for name in wanted:
+    """Flags of vLLM's server for limits. Raises SettingError for limits that it does not have."""
+    settings = changed(limits)
+    max_logprobs = settings.pop("max_logprobs", None)
+    for name in settings:
         raise SettingError(
             f"`{name}` is of kvfold's own server, not of vLLM's: leave it, or `engine=vllm`, out"
         )
-    return [] if most is None else ["--max-logprobs", str(most)]
+    return [] if max_logprobs is None else ["--max-logprobs", str(max_logprobs)]
 
 
 def command(
@@ -76,10 +76,13 @@ def command(
     storage: Storage,
     place: Place,
     limits: Limits,
-    **given: Any,
+    **options: Any,
 ) -> list[str]:
-    """What comes after `vllm`. maps: folder or hub id, None for none; given: other flags of vLLM's
-    by name, None for what is not set. Raises ValueError for what is not served there."""
+    """The words of a command line after `vllm`.
+
+    maps: folder or hub id, or None. options: more flags of vLLM by name; None: not set. Raises
+    ValueError for settings that vLLM does not serve.
+    """
     from kvfold.hub.loading import resolve
     from kvfold.vllm_plugin.families import architecture
 
@@ -91,19 +94,19 @@ def command(
         raise SettingError(NO_DEVICE)
     if spec is not None:
         architecture(config)
-    given = {"served_model_name": model, "dtype": place.dtype} | {
-        name: value for name, value in given.items() if value is not None
+    options = {"served_model_name": model, "dtype": place.dtype} | {
+        name: value for name, value in options.items() if value is not None
     }
-    for name, value in given.items():
+    for name, value in options.items():
         flags += [f"--{name.replace('_', '-')}", str(value)]
     return ["serve", str(resolve(model)), *flags]
 
 
 def serve(words: list[str], key: str | None) -> None:
-    """Become vLLM's server. Raises ValueError where vLLM is not installed."""
+    """Replace this process by vLLM's server. Raises ValueError if vLLM is not installed."""
     if find_spec("vllm") is None:
         raise ValueError('--engine vllm needs vllm: pip install "kvfold[vllm]", which has it')
     print("vllm", *words, file=sys.stderr, flush=True)
-    if key is not None:  # which ps would show among the words
+    if key is not None:  # not among the words, which ps shows to all users
         os.environ["VLLM_API_KEY"] = key
     os.execv(sys.executable, [sys.executable, "-m", "vllm.entrypoints.cli.main", *words])

@@ -1,7 +1,7 @@
-"""Which settings have a flag, and `--set NAME=VALUE` for all others.
+"""Which settings of a command are flags, and `--set NAME=VALUE` for all others.
 
-A command shows the flags that most users need. A setting that few users change has no flag in
-`--help`: it is written `--set NAME=VALUE`. Its old flag still works and says the new spelling.
+The help of a command shows the flags that most users need. All other settings are written `--set
+NAME=VALUE`. Their flags from earlier versions still work, and print the new spelling.
 """
 
 import re
@@ -16,7 +16,7 @@ from cyclopts.argument import Argument, ArgumentCollection
 
 DEVICE = "device dtype"
 CACHE = "bits evict keep-tokens"
-# Flags of a command, by the file of its function. `--set` comes on top, and counts.
+# Flags of a command, by the file of its function. `--set` is one more.
 FLAGS: dict[str, str] = {
     "compress": f"output goal recipe factor budget fold calib calib-tokens stats {DEVICE}",
     "recover": f"output original maps text steps {DEVICE}",
@@ -25,10 +25,8 @@ FLAGS: dict[str, str] = {
     "route": "host port pick",
     "capacity": f"gpu context {CACHE} json",
     "inspect": f"maps recipe keep calib calib-tokens stats html {DEVICE}",
-    "evaluate": f"text tasks suite suite-data needle ctx max-tokens maps engine {CACHE} json "
-    f"{DEVICE}",
-    "compare": f"recipes methods keep baseline {CACHE} text tasks needle ctx max-tokens json html "
-    f"{DEVICE}",
+    "evaluate": f"text tasks suite needle max-tokens maps {CACHE} json device",
+    "compare": "recipes keep methods baseline text tasks needle max-tokens json html device",
     "frontier": f"recipes factors text needle ctx max-tokens json html {DEVICE}",
     "pack": f"context output bits evict {DEVICE}",
     "bench_attention": "shape batch tokens variants json",
@@ -36,6 +34,7 @@ FLAGS: dict[str, str] = {
     "bench_serve": "endpoint rate concurrency requests input-tokens output-tokens json api-key",
 }
 NOTE = "--set NAME=VALUE   Any other setting of this command; --set help lists them."
+LISTED = "Write these settings as --set NAME=VALUE, without the dashes, such as --set seed=1."
 
 
 class Command(App):
@@ -46,8 +45,12 @@ class Command(App):
     def assemble_argument_collection(self, **options: Any) -> ArgumentCollection:
         arguments = super().assemble_argument_collection(**options)
         for argument in arguments:
+            changes: dict[str, Any] = {}
             if argument.show and _has_flag(self, argument) != self.shows_flags:
-                argument.parameter = Parameter.combine(argument.parameter, Parameter(show=False))
+                changes["show"] = False
+            if argument.parameter.help:  # without the line breaks of the docstring
+                changes["help"] = " ".join(argument.parameter.help.split())
+            argument.parameter = Parameter.combine(argument.parameter, Parameter(**changes))
         return arguments
 
 
@@ -58,7 +61,7 @@ class Listing(Command):
 
 
 def _has_flag(command: App, argument: Argument) -> bool:
-    """Whether the help of a command shows an argument, as its flag or its place."""
+    """Whether the help of a command shows an argument: it has a flag, or is positional."""
     function: Any = command.default_command
     flags = FLAGS.get(function.__module__.rpartition(".")[2])
     names = _names(argument)
@@ -72,8 +75,8 @@ def _names(argument: Argument) -> list[str]:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a command takes. line: how it is called, such as "bench serve"; arguments: by every name
-    without dashes; hidden: those without a flag in the help."""
+    """The settings of a command. line: its words, such as "bench serve". arguments: by every name,
+    without dashes. hidden: those without a flag in the help."""
 
     command: App
     line: str
@@ -82,7 +85,7 @@ class Settings:
 
     @classmethod
     def of(cls, command: App, line: str, **options: Any) -> "Settings":
-        """options: of `App.assemble_argument_collection`."""
+        """The settings of a command. options: of `App.assemble_argument_collection`."""
         arguments = [
             (name, argument)
             for argument in App.assemble_argument_collection(command, **options)
@@ -93,8 +96,8 @@ class Settings:
         return cls(command, line, dict(arguments), hidden)
 
     def flag(self, text: str) -> list[str]:
-        """The flag of NAME=VALUE, or of NAME for what is on or off; none for what is off. Raises
-        ValueError for what is no setting."""
+        """The flag of NAME=VALUE. NAME alone turns a switch on; a switch that is off has no flag.
+        Raises ValueError for an unknown setting."""
         name, equals, value = text.partition("=")
         name = name.strip().replace("_", "-")
         if name not in self.arguments:
@@ -115,14 +118,14 @@ class Settings:
         return []
 
     def spelled(self, name: str, value: str | None) -> str:
-        """How a hidden setting is written: page, 16 -> --set page=16; paged -> --set paged."""
+        """A hidden setting as it is written: page, 16 -> --set page=16; paged -> --set paged."""
         switch = value is None or self.hidden[name].hint is bool
         return f"--set {name}" if switch else f"--set {name}={value}"
 
 
 def settings_for(app: App, words: Sequence[str]) -> tuple[Settings | None, list[str]]:
-    """The settings of the command that a command line begins with, None where it has none, and the
-    words behind the command."""
+    """The settings of the command that a command line begins with, None if it has none, and the
+    words after the command."""
     path: list[str] = []
     for word in words:
         if word.startswith("-") or word not in list(app):
@@ -135,37 +138,42 @@ def settings_for(app: App, words: Sequence[str]) -> tuple[Settings | None, list[
 
 
 def expanded(app: App, words: Sequence[str]) -> tuple[App, list[str]]:
-    """A command line in which every `--set NAME=VALUE` is the flag that it stands for, and the app
-    that reads it, which for `--set help` lists settings. Says on stderr how an old flag is written
-    now. Raises ValueError for what is no setting."""
+    """Replace every `--set NAME=VALUE` of a command line by its flag.
+
+    Returns the app that reads the command line, and its words. For `--set help` that app lists
+    settings. Prints to stderr how an old flag is written now. Raises ValueError for an unknown
+    setting.
+    """
     settings, rest = settings_for(app, words)
     if settings is None:
         return app, list(words)
-    out, said, left = settings.line.split(), set(), iter(rest)
-    for word in left:
+    out, hinted, remaining = settings.line.split(), set(), iter(rest)
+    for word in remaining:
         if word == "--":
-            return app, [*out, word, *left]
+            return app, [*out, word, *remaining]
         flag, equals, value = word.partition("=")
         if flag == "--set":
-            text = value if equals else next(left, "")
+            text = value if equals else next(remaining, "")
             if text == "help":
                 function = settings.command.default_command
-                listing = Listing(name=f"kvfold {settings.line}", help_format="plaintext")
+                listing = Listing(
+                    name=f"kvfold {settings.line}", help_format="plaintext", help_epilogue=LISTED
+                )
                 listing.default(function)
                 return listing, ["--help"]
             out += settings.flag(text)
             continue
         name = flag.removeprefix("--")
-        if name != flag and name in settings.hidden and name not in said:
-            said.add(name)
-            now = settings.spelled(name, "VALUE")
-            print(f"kvfold: {flag} is now written {now}", file=sys.stderr)
+        if name != flag and name in settings.hidden and name not in hinted:
+            hinted.add(name)
+            spelling = settings.spelled(name, "VALUE")
+            print(f"kvfold: {flag} is now written {spelling}", file=sys.stderr)
         out.append(word)
     return app, out
 
 
 def with_settings(message: str, app: App, words: Sequence[str]) -> str:
-    """A message in which hidden flags are written as the settings that they are."""
+    """A message with hidden flags replaced by `--set NAME=VALUE`."""
     settings, _ = settings_for(app, words)
     if settings is None:
         return message

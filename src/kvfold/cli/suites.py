@@ -1,4 +1,5 @@
-"""kvfold eval --suite: questions with checked answers, in either engine, beside the original."""
+"""kvfold eval --suite: benchmarks with checked answers, in kvfold's engine or vLLM, and compared
+with the original model."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -25,29 +26,38 @@ if TYPE_CHECKING:
 TITLES = ", ".join(f"{name} ({suite.title})" for name, suite in SUITES.items())
 Names = Annotated[tuple[str, ...], Parameter(consume_multiple=1, negative="", show_default=False)]
 EngineName = Annotated[
-    Literal["kvfold", "vllm"], Parameter(help="Answers suites. vllm: vLLM, see docs/vllm.md.")
+    Literal["kvfold", "vllm"],
+    Parameter(help="The engine that answers --suite; for vllm see docs/vllm.md."),
 ]
 Questions = dict[str, list[Question]]  # by the suite's name
 
 
 @Parameter(name="*", group="Suites")
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """Suites of questions with checked answers."""
+class SuiteFlags:
+    """Flags of benchmarks with checked answers."""
 
     suite: Names = setting(
         (),
-        f"Questions to answer and check: {TITLES}; as NAME=FILE, or NAME,NAME with --suite-data.",
+        f"Benchmarks to run: {TITLES}. Write NAME=FILE, or only names with --set suite-data.",
     )
     suite_data: Path | None = setting(
-        None, "Folder of the suites' files, under the names that they are published as."
+        None, "Folder with the files of suites, under the names that they are published as."
     )
-    suite_rows: int | None = setting(None, "The first so many questions of each.", least=1)
+    suite_rows: int | None = setting(
+        None, "Ask only this many questions of each suite, the first ones.", least=1
+    )
     suite_tokens: int | None = setting(
-        None, "Most tokens of an answer; by default 512 of code and 400 of math.", least=1
+        None,
+        "Most tokens of an answer; by default "
+        + ", ".join(f"{x.max_new_tokens} for {name}" for name, x in SUITES.items())
+        + ".",
+        least=1,
     )
     against: str | None = setting(
-        None, "The original, to say which answers changed: a model, or a .json of an earlier run."
+        None,
+        "Show which answers changed from the original: a model to ask too, or the JSON file of an"
+        " earlier run.",
     )
     engine: EngineName = "kvfold"
     max_sequences: int = setting(64, "Questions that are answered at once.", least=1)
@@ -64,117 +74,118 @@ class Asked:
 
     @property
     def files(self) -> dict[str, Path]:
-        """File by suite. Raises ValueError for an unknown suite, and one without a file."""
-        found: dict[str, Path] = {}
+        """The file of every suite, by name. Raises ValueError for an unknown suite, or one without
+        a file."""
+        files: dict[str, Path] = {}
         for item in (x for word in self.suite for x in word.split(",") if x):
             name, _, path = item.partition("=")
             if name not in SUITES:
                 raise SettingError(f"`suite`: unknown suite {name!r}; suites: {', '.join(SUITES)}")
-            if name in found:
+            if name in files:
                 raise SettingError(f"`suite`: {name} is given twice; give it once")
             if not path and self.suite_data is None:
                 raise SettingError(
                     f"`suite`: {name} has no file: write {name}=FILE, or give `suite_data`, the "
                     f"folder of {SUITES[name].files[0]}"
                 )
-            found[name] = Path(path) if path else find_file(name, self.suite_data or Path())
-        return found
+            files[name] = Path(path) if path else find_file(name, self.suite_data or Path())
+        return files
 
 
-ASKED = Asked()
+SUITE_FLAGS = SuiteFlags()
 
 
 def evaluate(
     model: str,
-    asked: Asked,
+    flags: SuiteFlags,
     storage: Storage,
     place: Place,
     json: Path | None,
     maps: str | None = None,
 ) -> None:
-    """Ask a model, with maps beside it or without, and, where there is one to compare with, the
-    original; print, write the JSON."""
+    """Run suites on a model with or without maps, and on the original if there is one to compare
+    with. Prints the results and writes the JSON."""
     from kvfold.evaluation.suites.run import changes
 
     if json is not None:
-        check_apart({"--json": json}, {"--suite": list(asked.files.values())})
+        check_apart({"--json": json}, {"--suite": list(flags.files.values())})
     questions = {
-        name: read_suite(name, path, asked.suite_rows) for name, path in asked.files.items()
+        name: read_suite(name, path, flags.suite_rows) for name, path in flags.files.items()
     }
-    against = asked.against
+    against = flags.against
     if against is not None and against.endswith(".json"):
         before = read_results(Path(against), questions)
-        check_alike(before, questions, model, asked)
+        check_alike(before, questions, model, flags)
     elif against is not None:
-        check_model(against, asked, STORAGE, place)
-    check_model(model, asked, storage, place, maps)
+        check_model(against, flags, STORAGE, place)
+    check_model(model, flags, storage, place, maps)
     if against is not None and not against.endswith(".json"):
-        before = answers(against, questions, asked, STORAGE, place)
+        before = answers(against, questions, flags, STORAGE, place)
         show(against, before)
-    results = answers(model, questions, asked, storage, place, maps)
+    results = answers(model, questions, flags, storage, place, maps)
     show(model, results)
     record: dict[str, Any] = {
         "model": model,
         "maps": maps,
-        "engine": asked.engine,
+        "engine": flags.engine,
         "suites": {name: result.record() for name, result in results.items()},
     }
     if against is not None:
         compared = {name: changes(before[name], result) for name, result in results.items()}
-        for name, found in compared.items():
-            print(f"{name}, against {against}: {in_words(found)}")
+        for name, changed in compared.items():
+            print(f"{name}, against {against}: {in_words(changed)}")
         record["against"] = {
             "model": against,
             "suites": {name: result.record() for name, result in before.items()},
-            "changes": {name: dataclasses.asdict(found) for name, found in compared.items()},
+            "changes": {name: dataclasses.asdict(x) for name, x in compared.items()},
         }
     if json is not None:
-        settings = dataclasses.asdict(asked) | dataclasses.asdict(place)
+        settings = dataclasses.asdict(flags) | dataclasses.asdict(place)
         settings |= {"cache": dataclasses.asdict(storage)}
-        settings |= {"suite": {name: str(path) for name, path in asked.files.items()}}
-        settings |= {"suite_data": asked.suite_data and str(asked.suite_data)}
-        record |= {"settings": settings, "versions": versions(asked, place)}
+        settings |= {"suite": {name: str(path) for name, path in flags.files.items()}}
+        settings |= {"suite_data": flags.suite_data and str(flags.suite_data)}
+        record |= {"settings": settings, "versions": versions(flags, place)}
         write_json(json, finite(record))
 
 
 def check_model(
-    model: str, asked: Asked, storage: Storage, place: Place, maps: str | None = None
+    model: str, flags: SuiteFlags, storage: Storage, place: Place, maps: str | None = None
 ) -> None:
-    """Raises ValueError where this model cannot be served so, before one is loaded."""
-    beside = common.load_maps(maps)
-    config = common.load_config(model, beside)
-    if asked.engine == "vllm":
+    """Raises ValueError if a model cannot be served with these settings, before it is loaded."""
+    sidecar = common.load_maps(maps)
+    config = common.load_config(model, sidecar)
+    if flags.engine == "vllm":
         vllm_settings(config, maps, storage, place)
     else:
         paged = dataclasses.replace(storage, paged=True)
-        common.cache_config(config, paged, place, beside=beside)
+        common.cache_config(config, paged, place, maps=sidecar)
 
 
 def answers(
     model: str,
     questions: Questions,
-    asked: Asked,
+    flags: SuiteFlags,
     storage: Storage,
     place: Place,
     maps: str | None = None,
 ) -> "dict[str, SuiteResult]":
-    """Results of a model by suite."""
+    """A model's results by suite."""
     from kvfold.evaluation.suites.run import prompts_of, run_suite
 
     tokenizer = common.load_tokenizer(model)
     longest = max(
         max(map(len, prompts_of(SUITES[name], rows, tokenizer)))
-        + (asked.suite_tokens or SUITES[name].max_new_tokens)
+        + (flags.suite_tokens or SUITES[name].max_new_tokens)
         for name, rows in questions.items()
     )
-    start = by_vllm if asked.engine == "vllm" else by_kvfold
+    start = by_vllm if flags.engine == "vllm" else by_kvfold
     with (
-        start(model, tokenizer, longest, asked, storage, place, maps) as engine,
+        start(model, tokenizer, longest, flags, storage, place, maps) as engine,
         common.progress() as progress,
     ):
         return {
             name: run_suite(
-                name, rows, engine, max_new_tokens=asked.suite_tokens, progress=progress
+                name, rows, engine, max_new_tokens=flags.suite_tokens, progress=progress
             )
             for name, rows in questions.items()
         }
@@ -185,13 +196,12 @@ def by_kvfold(
     model: str,
     tokenizer: Any,
     longest: int,
-    asked: Asked,
+    flags: SuiteFlags,
     storage: Storage,
     place: Place,
     maps: str | None,
 ) -> "Iterator[Answering]":
-    """kvfold's engine with a model, of requests of at most `longest` tokens, until the block
-    ends."""
+    """Context manager: kvfold's engine with a model, for requests of at most `longest` tokens."""
     import gc
 
     import torch
@@ -200,10 +210,10 @@ def by_kvfold(
     from kvfold.evaluation.perplexity import max_positions
     from kvfold.evaluation.suites.engines import ByKVFold
 
-    beside = common.load_maps(maps)
-    config = common.load_config(model, beside)
+    sidecar = common.load_maps(maps)
+    config = common.load_config(model, sidecar)
     paged = dataclasses.replace(storage, paged=True)
-    cache = common.cache_config(config, paged, place, beside=beside)
+    cache = common.cache_config(config, paged, place, maps=sidecar)
     loaded = common.load(model, place)
     cache = common.with_policy(loaded, tokenizer, cache)
     assert cache is not None
@@ -211,8 +221,8 @@ def by_kvfold(
         loaded,
         tokenizer=tokenizer,
         owned=True,
-        maps=beside,
-        max_sequences=asked.max_sequences,
+        maps=sidecar,
+        max_sequences=flags.max_sequences,
         max_tokens=min(longest, max_positions(config) or longest),
         **dataclasses.asdict(cache),
     )
@@ -231,12 +241,12 @@ def by_vllm(
     model: str,
     tokenizer: Any,
     longest: int,
-    asked: Asked,
+    flags: SuiteFlags,
     storage: Storage,
     place: Place,
     maps: str | None,
 ) -> "Iterator[Answering]":
-    """vLLM with a model, the same."""
+    """Context manager: vLLM with a model, for requests of at most `longest` tokens."""
     import gc
 
     import vllm
@@ -248,7 +258,7 @@ def by_vllm(
     config = common.load_config(model, common.load_maps(maps))
     llm = vllm.LLM(
         model=str(resolve(model)),
-        max_num_seqs=asked.max_sequences,
+        max_num_seqs=flags.max_sequences,
         max_model_len=min(longest, max_positions(config) or longest),
         **vllm_settings(config, maps, storage, place),
     )
@@ -261,31 +271,32 @@ def by_vllm(
 
 
 def vllm_settings(config: Any, maps: str | None, storage: Storage, place: Place) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` for a model of this config, with maps or without. Raises ValueError
-    for what is not served there, and where vLLM is not installed."""
+    """Arguments of `vllm.LLM` for a model of this config. Raises ValueError for settings that vLLM
+    does not serve, and if vLLM is not installed."""
     from kvfold.vllm_plugin.families import architecture
 
     if place.device is not None:
         raise SettingError(serve_vllm.NO_DEVICE)
     spec = common.saved_spec(config)
     cache = storage.config(planned=spec is not None and spec.planned) or CacheConfig()
-    found = serve_vllm.cache_settings(cache, maps)
+    settings = serve_vllm.cache_settings(cache, maps)
     if spec is not None:
         architecture(config)
     if find_spec("vllm") is None:
         raise ValueError('--engine vllm needs vllm: pip install "kvfold[vllm]", which has it')
-    return {"dtype": place.dtype, **found}
+    return {"dtype": place.dtype, **settings}
 
 
 def read_results(path: Path, questions: Questions) -> "dict[str, SuiteResult]":
-    """Results of these suites in a JSON file that --json wrote. Raises ValueError."""
+    """The results of these suites in a JSON file that --json wrote. Raises ValueError for another
+    file."""
     from kvfold.evaluation.suites.run import SuiteResult
     from kvfold.utils.text import json_object, read_text
 
     text = read_text(path)
     try:
-        found = json_object(text)["suites"]
-        return {name: SuiteResult.from_record(found[name]) for name in questions}
+        records = json_object(text)["suites"]
+        return {name: SuiteResult.from_record(records[name]) for name in questions}
     except (ValueError, KeyError, TypeError, AttributeError):
         raise SettingError(
             f"`against`: {path} holds no results of {', '.join(questions)}; make it with "
@@ -294,20 +305,21 @@ def read_results(path: Path, questions: Questions) -> "dict[str, SuiteResult]":
 
 
 def check_alike(
-    before: "dict[str, SuiteResult]", questions: Questions, model: str, asked: Asked
+    before: "dict[str, SuiteResult]", questions: Questions, model: str, flags: SuiteFlags
 ) -> None:
-    """Raises ValueError where a model's answers could not be compared with earlier ones."""
+    """Raises ValueError if a model's answers cannot be compared with earlier ones: other questions,
+    or other prompts."""
     from kvfold.evaluation.suites.run import check_alike
 
     chat = bool(common.load_tokenizer(model).chat_template)
     for name, rows in questions.items():
-        limit = asked.suite_tokens or SUITES[name].max_new_tokens
+        limit = flags.suite_tokens or SUITES[name].max_new_tokens
         ids = [x.id for x in rows]
         check_alike(before[name], ids, suite=name, chat=chat, max_new_tokens=limit)
 
 
 def show(model: str, results: "dict[str, SuiteResult]") -> None:
-    """Results for people."""
+    """Print the results of a model."""
     for name, result in results.items():
         total = len(result.answers)
         kinds = ", ".join(f"{kind} {count}" for kind, count in result.kinds.items())
@@ -319,12 +331,12 @@ def show(model: str, results: "dict[str, SuiteResult]") -> None:
             print(f"  {count} requests failed: {error}")
 
 
-def in_words(found: Any) -> str:
-    """Changed answers for people."""
+def in_words(changes: Any) -> str:
+    """Changed answers as a sentence."""
     return (
-        f"{found.right} right, {found.right_before} before; "
-        f"right to wrong {listed(found.to_wrong)}; wrong to right {listed(found.to_right)}; "
-        f"{found.same_texts} texts equal"
+        f"{changes.right} right, {changes.right_before} before; "
+        f"right to wrong {listed(changes.to_wrong)}; wrong to right {listed(changes.to_right)}; "
+        f"{changes.same_texts} texts equal"
     )
 
 
@@ -332,13 +344,13 @@ def listed(ids: Sequence[str]) -> str:
     return f"{len(ids)} ({', '.join(ids)})" if ids else "0"
 
 
-def versions(asked: Asked, place: Place) -> dict[str, str | None]:
-    """Versions and device, vLLM's too where it answered."""
+def versions(flags: SuiteFlags, place: Place) -> dict[str, str | None]:
+    """Versions and device, with vLLM's version if it is the engine."""
     from kvfold.hub.loading import default_device
 
-    found = common.versions(place.device or default_device())
-    if asked.engine == "vllm":
+    versions = common.versions(place.device or default_device())
+    if flags.engine == "vllm":
         import vllm
 
-        found["vllm"] = vllm.__version__
-    return found
+        versions["vllm"] = vllm.__version__
+    return versions

