@@ -51,20 +51,23 @@ COMMANDS = {
         "leave it out, or serve the model with kvfold.LLM"
     ),
     "kvfold serve reference:gqa --engine vllm --set max-queue=4": (
-        "--set max-queue is of kvfold's own server, not of vLLM's: leave it, or --engine vllm, out"
+        "--set max-queue is a setting of kvfold's own server, not of vLLM's: leave out "
+        "either it or --engine vllm"
     ),
     "kvfold serve reference:gqa --engine vllm --set device=cpu": (
-        "--set device: vLLM runs on what it was built for; leave it out, and name GPUs in "
-        "CUDA_VISIBLE_DEVICES"
+        "--set device: vLLM uses the devices that it was built for; leave it out, and select "
+        "GPUs with CUDA_VISIBLE_DEVICES"
     ),
     "kvfold serve reference:gqa --engine vllm --set context=book=book.kvf": (
-        "--set context is of kvfold's own server: leave --engine vllm out"
+        "--set context is a setting of kvfold's own server: leave out either it or --engine vllm"
     ),
     "kvfold serve reference:gqa --engine vllm --set allow-origins=https://a.example": (
-        "--set allow-origins is of kvfold's own server: leave --engine vllm out"
+        "--set allow-origins is a setting of kvfold's own server: leave out either it or "
+        "--engine vllm"
     ),
     "kvfold serve reference:gqa --engine vllm --set no-request-log": (
-        "--set no-request-log is of kvfold's own server: leave --engine vllm out"
+        "--set no-request-log is a setting of kvfold's own server: leave out either it or "
+        "--engine vllm"
     ),
     "kvfold serve reference:gqa --set allow-origins=example.org": (
         "--set allow-origins must be origins, such as https://example.org, without a path, "
@@ -87,7 +90,8 @@ COMMANDS = {
         "packed context none.kvf: no such file; `kvfold pack` makes one"
     ),
     "kvfold serve reference:gqa --set context=book=none.kvf --bits 4": (
-        "--set context says how the cache stores tokens: beside it give --set kv-bytes alone"
+        "the file of --set context sets how the cache stores tokens: of these settings, only "
+        "--set kv-bytes can be given with it"
     ),
     "kvfold serve reference:gqa --engine sglang": (
         'Invalid value "sglang" for --engine. Choose from: "kvfold", "vllm".'
@@ -98,7 +102,8 @@ COMMANDS = {
     ),
     "kvfold eval reference:gqa --bogus 1": "Unknown option: --bogus. Did you mean --bits?",
     "kvfold eval reference:gqa --set dtype=int8": (
-        'Invalid value "int8" for --dtype. Choose from: "auto", "float32", "bfloat16", "float16".'
+        'Invalid value "int8" for --set dtype. Choose from: "auto", "float32", "bfloat16", '
+        '"float16".'
     ),
     "kvfold eval reference:gqa --device nope": (
         "--device must be cpu, cuda, cuda:N or mps; got 'nope'"
@@ -287,19 +292,19 @@ SIZES = {
         "larger cache"
     ),
     "kvfold compress reference:gqa --set fastest --output new": (
-        "--set fastest is the fastest within a loss: give --budget too"
+        "--set fastest needs a limit on the loss: give --budget too"
     ),
     "kvfold compress reference:gqa --set batch=8 --output new": (
-        "--set batch is of the step that is predicted: give --set fastest too"
+        "--set batch is a setting of --set fastest: give --set fastest too, or leave it out"
     ),
     "kvfold compress reference:gqa --goal memory --recipe lean --output new": (
         "--goal memory chooses a recipe, and so does --recipe lean: leave one out"
     ),
     "kvfold compress reference:gqa --budget 'ppl<=1.01' --set fastest --recipe lean --output new": (
-        "--set fastest tries several recipes, sizes and plans: leave --recipe out"
+        "--set fastest tries several recipes, sizes and plans itself: leave --recipe out"
     ),
     "kvfold compress reference:gqa --budget ppl<=1.1 --set fastest --set prefer=speed --output x": (
-        "--set fastest tries several recipes, sizes and plans: leave --set prefer out"
+        "--set fastest tries several recipes, sizes and plans itself: leave --set prefer out"
     ),
     "kvfold compress reference:gqa --fold --budget ppl<=1.1 --set fastest --set context=9999"
     " --output x": ("--set context must be at most 4096, the model's positions; got 9999"),
@@ -347,10 +352,10 @@ SIZES = {
         "kvquant, kvquant-z, lorc, palu-m, palu-g, palu-j"
     ),
     "kvfold compare reference:gqa --methods ';'": (
-        "--methods: ';' has none; separate them by semicolons"
+        "--methods: ';' names none; separate methods by semicolons"
     ),
     "kvfold compare reference:gqa --methods 'swift 4x; zack half'": (
-        "--methods: 'zack half': a size is 4x or .25, for example, not 'half'"
+        "--methods: 'zack half': a size is written like 4x or .25, not 'half'"
     ),
     "kvfold compare reference:gqa --methods 'zack 4x'": (
         "recipe 'zack' predicts no losses to weigh bits by; use swift, lean, small or fast"
@@ -362,12 +367,12 @@ SIZES = {
         "--methods: 'swift 4x --bits 5': --bits must be one of 16, 8, 6, 4, 3, 2, 1; got 5"
     ),
     "kvfold compare reference:gqa --methods 'KIVI 3.5 bits'": (
-        "--methods: 'KIVI 3.5 bits': no recipe, size and options, nor one of ours, published, "
-        f"papers, {names(PUBLISHED)}"
+        "--methods: 'KIVI 3.5 bits': not a recipe, a size and options, and none of the names "
+        f"ours, published, papers, {names(PUBLISHED)}"
     ),
     "kvfold compare reference:gqa --methods 'swift 4x' --set bits=4": (
-        "--methods says what is folded and how tokens are stored: leave --bits out, or write it "
-        "into a method"
+        "--methods sets the recipe, size and cache of every method: leave --set bits out, or "
+        "write it into a method"
     ),
     "kvfold compare reference:gqa --methods 'zack .5 --bits 4 --format kvquant'": (
         "format='kvquant' needs levels that were calibrated on the model: compress it with recipe "
@@ -402,13 +407,14 @@ SIZES = {
         "this model is compressed already; start from the original checkpoint"
     ),
     "kvfold inspect reference:gqa --keep 0.25": (
-        "--keep, --set align and settings of calibration are about a plan: give its --recipe too"
+        "--keep, --set align and settings of calibration need a plan: give its --recipe too"
     ),
     "kvfold inspect reference:gqa --recipe zack --set align=0": (
         "--set align must be at least 1 and below 1e+06, got 0"
     ),
     "kvfold inspect compressed --recipe zack": (
-        "compressed is compressed already; --recipe plans for an original model"
+        "compressed is compressed already, and --recipe plans for an original model: leave "
+        "it out, or name the original"
     ),
     "kvfold compress reference:gqa --set bytes-per-token=0.001 --output new": (
         "--set bytes-per-token=0.001 leaves 0 bits a token, and each of 7 layers takes at least "
@@ -483,8 +489,8 @@ FILES = {
     ),
     "kvfold eval reference:gqa --text latin1.txt": "file latin1.txt: not utf-8 text at byte 1",
     "kvfold eval reference:gqa --text short.txt": (
-        "short: 4 tokens are available but one window of --ctx 1024 needs 1023; give more "
-        "--text or a smaller --ctx"
+        "short: 4 tokens are available but one window of --set ctx=1024 needs 1023; give "
+        "more --text or a smaller --set ctx"
     ),
     "kvfold eval reference:gqa --text damaged.gz": (
         "file damaged.gz: cannot be read (Compressed file ended before the end-of-stream "
@@ -543,7 +549,7 @@ SUITES = {
         f"--suite: unknown suite 'poetry'; suites: {names(suites.SUITES)}"
     ),
     "kvfold eval reference:gqa --suite code,math": (
-        "--suite: code has no file: write code=FILE, or give --suite-data, the folder of "
+        "--suite: code has no file: write code=FILE, or give --set suite-data, the folder of "
         "HumanEval.jsonl.gz"
     ),
     "kvfold eval reference:gqa --suite code --set suite-data=folder": (
@@ -597,13 +603,13 @@ SUITES = {
         "--set suite-rows must be at least 1, got 0"
     ),
     "kvfold eval reference:gqa --set suite-rows=4": (
-        "--set suite-rows is about questions that are checked: give --suite too"
+        "--set suite-rows is a setting of --suite: give --suite too, or leave it out"
     ),
     "kvfold eval reference:gqa --set engine=vllm": (
-        "--engine is about questions that are checked: give --suite too"
+        "--set engine is a setting of --suite: give --suite too, or leave it out"
     ),
     "kvfold eval reference:gqa --set against=reference:mha": (
-        "--set against is about questions that are checked: give --suite too"
+        "--set against is a setting of --suite: give --suite too, or leave it out"
     ),
     "kvfold eval reference:gqa --suite math=gsm8k.jsonl --set against=no-suite.json": (
         "--set against: no-suite.json holds no results of math; make it with kvfold eval "
@@ -617,22 +623,22 @@ SUITES = {
         "model directory ./nowhere does not exist"
     ),
     "kvfold eval reference:gqa --suite math=gsm8k.jsonl --text text.txt": (
-        "--suite runs alone: leave --text out, or run it apart"
+        "--suite and --text cannot run together: leave one out, and run it alone"
     ),
     "kvfold eval reference:gqa --suite math=gsm8k.jsonl --needle": (
-        "--suite runs alone: leave --needle out, or run it apart"
+        "--suite and --needle cannot run together: leave one out, and run it alone"
     ),
     "kvfold eval reference:gqa --suite math=gsm8k.jsonl --set engine=sglang": (
-        'Invalid value "sglang" for --engine. Choose from: "kvfold", "vllm".'
+        'Invalid value "sglang" for --set engine. Choose from: "kvfold", "vllm".'
     ),
     "kvfold eval reference:gqa --suite math=gsm8k.jsonl --set engine=vllm --device cpu": (
-        "--device: vLLM runs on what it was built for; leave it out, and name GPUs in "
-        "CUDA_VISIBLE_DEVICES"
+        "--device: vLLM uses the devices that it was built for; leave it out, and select "
+        "GPUs with CUDA_VISIBLE_DEVICES"
     ),
-    "kvfold eval reference:gqa --suite math=gsm8k.jsonl --set engine=vllm --set format=kivi": (
+    "kvfold eval reference:gqa --suite math=gsm8k.jsonl --set engine=vllm "
+    "--bits 4 --set format=kivi": (
         "--set format: numbers that wait in 16 bits, as kivi's do, fit no block that "
-        "sequences share; "
-        "leave it out, or serve the model with kvfold.LLM"
+        "sequences share; leave it out, or serve the model with kvfold.LLM"
     ),
 }
 CACHE = {
@@ -651,20 +657,20 @@ CACHE = {
         "32, or another --set page"
     ),
     "kvfold eval reference:gqa --set residual=128": (
-        "--set residual is about packed numbers, and at 16 bits none are: set --bits to 8 or "
-        "fewer, or leave it out"
+        "--set residual is a setting of packed numbers, and with 16 bits none are packed: "
+        "set --bits to 8 or fewer, or leave it out"
     ),
     "kvfold eval reference:gqa --set zeros": (
-        "--set zeros is about packed numbers, and at 16 bits none are: set --bits to 8 or fewer, "
-        "or leave it out"
+        "--set zeros is a setting of packed numbers, and with 16 bits none are packed: set "
+        "--bits to 8 or fewer, or leave it out"
     ),
     "kvfold eval reference:gqa --set sub-group=32 --bits 16": (
-        "--set sub-group is about packed numbers, and at 16 bits none are: set --bits to 8 or "
-        "fewer, or leave it out"
+        "--set sub-group is a setting of packed numbers, and with 16 bits none are packed: "
+        "set --bits to 8 or fewer, or leave it out"
     ),
     "kvfold eval reference:gqa --set no-rotation": (
-        "--set no-rotation is about packed numbers, and at 16 bits none are: set --bits to 8 or "
-        "fewer, or leave it out"
+        "--set no-rotation is a setting of packed numbers, and with 16 bits none are packed: "
+        "set --bits to 8 or fewer, or leave it out"
     ),
     "kvfold eval reference:gqa --set format=kivi": (
         "--set format kivi quantises all numbers, so --bits must be less than 16; none are "
@@ -679,8 +685,8 @@ CACHE = {
         f"--evict must be one of {names([*POLICIES, AUTO])}; got 'best'"
     ),
     "kvfold eval reference:gqa --evict snapkv": (
-        "--evict snapkv evicts down to a budget: give --keep-tokens, such as 0.5, or "
-        "--set max-cache-tokens"
+        "--evict snapkv needs to know how many tokens to keep: give --keep-tokens, such as "
+        "0.5, or --set max-cache-tokens"
     ),
     "kvfold eval reference:gqa --evict snapkv --keep-tokens 1.5": (
         "--keep-tokens must be in (0, 1], got 1.5"
@@ -710,25 +716,25 @@ CACHE = {
     ),
 }
 MEASURING = {
-    "kvfold eval reference:gqa --set ctx=0": "--ctx must be at least 1, got 0",
+    "kvfold eval reference:gqa --set ctx=0": "--set ctx must be at least 1, got 0",
     "kvfold eval reference:gqa --set ctx=1": (
-        "packaged: --ctx: 1 is too small; a window needs at least 2 tokens"
+        "packaged: --set ctx: 1 is too small; a window needs at least 2 tokens"
     ),
     "kvfold eval reference:gqa --set ctx=5000": (
-        "--ctx: 5000 tokens exceed the model's 4096 positions; use 4096 or less"
+        "--set ctx: 5000 tokens exceed the model's 4096 positions; use 4096 or less"
     ),
     "kvfold eval reference:gqa --set chunk=0": "--set chunk must be at least 1, got 0",
     "kvfold eval reference:gqa --set batch=0": "--set batch must be at least 1, got 0",
     "kvfold eval reference:gqa --max-tokens -5": "--max-tokens must be at least 1, got -5",
     "kvfold eval reference:gqa --max-tokens 64": (
-        "packaged: --max-tokens: 64 is less than one window of --ctx 1024 tokens; take more, "
-        "or a smaller --ctx"
+        "packaged: --max-tokens: 64 is less than one window of --set ctx=1024 tokens; take "
+        "more, or a smaller --set ctx"
     ),
     "kvfold eval reference:gqa --set see-question": (
-        "--set see-question is about hidden facts: give --needle too"
+        "--set see-question is a setting of --needle: give --needle too, or leave it out"
     ),
     "kvfold eval reference:gqa --set needle-contexts=5": (
-        "--set needle-contexts is about hidden facts: give --needle too"
+        "--set needle-contexts is a setting of --needle: give --needle too, or leave it out"
     ),
     "kvfold eval sliding --needle": (
         "--needle: the model has 256 positions, the shortest context takes 512; leave --needle out"
@@ -736,33 +742,33 @@ MEASURING = {
     "kvfold bench attention --set rounds=0": "--set rounds must be at least 1, got 0",
     "kvfold bench decode --steps 1": "--steps must be at least 2, got 1",
     "kvfold eval reference:gqa --evict snapkv --keep-tokens 0.5 --set ctx=2": (
-        "--ctx must be at least 3 where tokens are evicted, since half of a window is only "
-        "read; got 2"
+        "--set ctx must be at least 3 where tokens are evicted, since half of a window is "
+        "only read; got 2"
     ),
     "kvfold bench serve 127.0.0.1:8000 --rate 1": (
         "'127.0.0.1:8000' is no URL; give one such as http://127.0.0.1:8000"
     ),
     "kvfold bench serve http://127.0.0.1:1": (
-        "--rate is needed: this traffic has no times of its own"
+        "--rate is missing: without the times of a trace it is needed"
     ),
     "kvfold bench serve http://127.0.0.1:1 --rate 1,0": "--rate must be above 0; got '1,0'",
     "kvfold bench serve http://127.0.0.1:1 --rate 1 --set max-input=9": (
-        "--set max-input cuts what a --set trace holds: give one, or leave it out"
+        "--set max-input needs a --set trace: give one, or leave it out"
     ),
     "kvfold bench serve http://127.0.0.1:1 --rate 1 --set trace=keys.jsonl": (
-        "keys.jsonl, line 1: a trace has fields TIMESTAMP, ContextTokens, GeneratedTokens; "
-        "timestamp, input_length, output_length; num_prefill_tokens, num_decode_tokens; got nothing"
-        " of these"
+        "keys.jsonl, line 1: a trace has the fields TIMESTAMP, ContextTokens, "
+        "GeneratedTokens; timestamp, input_length, output_length; num_prefill_tokens, "
+        "num_decode_tokens; got none of these"
     ),
     "kvfold bench serve http://127.0.0.1:1 --rate 1 --set beside=keys.jsonl": (
-        "--set beside: keys.jsonl is no result of kvfold bench serve; make it with --json"
+        "--set beside: keys.jsonl is not a result of kvfold bench serve; write one with --json"
     ),
     "kvfold bench serve http://127.0.0.1:1 --rate 1 --set plot=a.txt": (
         "--set plot: a.txt must end with .svg, .png or .pdf"
     ),
     "kvfold capacity reference:gqa --gpu h1000": (
-        "--gpu must be one of t4, l4, a10g, rtx-4090, a100-40, l40s, a100-80, h100, h200, b200; "
-        "got 'h1000'; or --set gpu-bytes"
+        "--gpu must be one of t4, l4, a10g, rtx-4090, a100-40, l40s, a100-80, h100, h200, "
+        "b200; got 'h1000'; for another GPU give --set gpu-bytes"
     ),
     "kvfold capacity reference:gqa --set share=2": "--set share must be in (0, 1], got 2.0",
     "kvfold capacity reference:gqa --context 0": "--context must be at least 1, got 0",
@@ -795,8 +801,8 @@ GENERATING = {
         "--max-new-tokens must be at least 1, got -5"
     ),
     "kvfold generate reference:gqa --prompt a --max-new-tokens 5000": (
-        "the prompt has 2 tokens, which with 5000 new ones exceed the model's 4096 "
-        "positions; shorten it or lower --max-new-tokens"
+        "the prompt's 2 tokens and 5000 new ones exceed the model's 4096 positions; shorten "
+        "it or lower --max-new-tokens"
     ),
     "kvfold generate reference:gqa --prompt a --temperature 0": (
         "--temperature must be above 0, got 0.0; leave it out for greedy"
@@ -808,7 +814,7 @@ GENERATING = {
         "--set top-k must be at least 1, got 0"
     ),
     "kvfold generate reference:gqa --prompt a --set top-k=5": (
-        "--set top-k and --set top-p choose what is sampled; give --temperature too"
+        "--set top-k and --set top-p need sampling: give --temperature too"
     ),
     "kvfold generate reference:gqa --prompt a --set seed=-1": (
         "--set seed must be at least 0 and below 9.22337e+18, got -1"
@@ -820,19 +826,19 @@ GENERATING = {
         "packed context none.kvf: no such file; `kvfold pack` makes one"
     ),
     "kvfold generate reference:gqa --prompt a --set context=none.kvf --bits 4": (
-        "--set context says how the cache stores tokens: beside it give --set kv-bytes alone"
+        "the file of --set context sets how the cache stores tokens: of these settings, only "
+        "--set kv-bytes can be given with it"
     ),
     "kvfold generate reference:gqa --prompt a --set context=none.kvf --chat": (
-        "--chat begins a conversation, and --set context has begun already: write the "
-        "template's "
-        "marks into the prompt"
+        "--chat starts a conversation, but --set context continues one: leave --chat out, "
+        "and write the chat template's marks into the prompt"
     ),
     "kvfold pack reference:gqa --context none.txt --output book.kvf": (
         "file none.txt: no such file; give a text file, plain, .xz or .gz"
     ),
     "kvfold pack reference:gqa --context long.txt --output book.kvf": (
-        "the context has more tokens than the model's 4096 positions, less one for a question; "
-        "shorten it"
+        "the context has more tokens than the model's 4096 positions, one of which is needed "
+        "for a question; shorten it"
     ),
     "kvfold pack reference:gqa --context text.txt --output nowhere/book.kvf": (
         "cannot write nowhere/book.kvf: folder nowhere does not exist; create it first"
@@ -886,39 +892,40 @@ MAPS = {
         "take the maps of this model"
     ),
     "kvfold generate reference:gqa --prompt a --maps maps --set context=book.kvf": (
-        "--maps and --set context exclude each other: with maps beside the weights nothing is "
-        "evicted, as in a packed context: leave one out"
+        "--maps and --set context exclude each other: a packed context has evicted tokens, "
+        "which does not work with maps: leave one out"
     ),
     "kvfold eval compressed --maps maps": (
-        "--maps are for an original model, and 'compressed' is compressed already: leave them "
-        "out, or name the original"
+        "--maps work with an original model, but 'compressed' is compressed already: leave "
+        "them out, or name the original"
     ),
     "kvfold eval reference:gqa --maps maps --evict random --keep-tokens .5": (
         "--maps: sidecar maps support no eviction, and only the format 'integers': leave --evict, "
         "--set repair and --set format out"
     ),
     "kvfold serve reference:gqa --maps maps --set context=book=book.kvf": (
-        "--maps and --set context exclude each other: with maps beside the weights nothing is "
-        "evicted, as in a packed context: leave one out"
+        "--maps and --set context exclude each other: a packed context has evicted tokens, "
+        "which does not work with maps: leave one out"
     ),
     "kvfold serve reference:gqa --maps other-maps --engine vllm": (
         "--maps were made for someone/other, whose hidden_size is 512; this model's is 256: "
         "take the maps of this model"
     ),
-    "kvfold inspect": "name a MODEL, or --maps, to inspect",
+    "kvfold inspect": "there is nothing to inspect: give MODEL or --maps",
     "kvfold inspect reference:gqa --maps other-maps": (
         "--maps were made for someone/other, whose hidden_size is 512; this model's is 256: "
         "take the maps of this model"
     ),
     "kvfold inspect --maps maps --recipe zack": (
-        "--maps show what is stored, and --recipe plans something else: leave one out"
+        "--maps and --recipe exclude each other: one shows what is stored, the other plans "
+        "something new: leave one out"
     ),
     "kvfold compress reference:gqa --set windows --output folder": (
         "output folder exists and is not an empty directory; name another one"
     ),
     "kvfold push maps": 'Command "push" parameter NAME requires an argument.',
     "kvfold push nowhere someone/maps": (
-        "there is no folder nowhere; name one that `kvfold compress` wrote"
+        "folder nowhere does not exist; name one that `kvfold compress` wrote"
     ),
     "kvfold push folder someone/maps": (
         "cannot publish folder: maps must be a folder with kvfold.json and kvfold.safetensors,"
@@ -1091,9 +1098,8 @@ FULL_DISK = {
 NO_MEMORY = {
     "kvfold eval reference:gqa": (
         "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 "
-        "GiB of which 1.50 GiB is free: lower --set batch, --ctx or --set chunk, and "
-        "--set kv-bytes of "
-        "pages"
+        "GiB of which 1.50 GiB is free: lower --set batch, --set ctx or --set chunk, and "
+        "--set kv-bytes of pages"
     ),
     "kvfold generate reference:gqa --prompt a --set kv-bytes=2147483648": (
         "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 "

@@ -66,12 +66,12 @@ class Traffic:
         check(self)
         for name in ("max_input", "max_output"):
             if self.trace is None and getattr(self, name) is not None:
-                raise SettingError(f"`{name}` cuts what a `trace` holds: give one, or leave it out")
+                raise SettingError(f"`{name}` needs a `trace`: give one, or leave it out")
         if self.trace is None and self.speed != Traffic.speed:
-            raise SettingError("`speed` is about the times of a `trace`: give one, or leave it out")
+            raise SettingError("`speed` needs a `trace`: give one, or leave it out")
         for name in ("input_tokens", "output_tokens", "spread"):
             if self.trace is not None and getattr(self, name) != getattr(Traffic, name):
-                raise SettingError(f"a `trace` has lengths of its own: leave `{name}` out")
+                raise SettingError(f"`trace` sets the lengths of requests: leave `{name}` out")
 
     def timed(self, rate: float | None) -> list[TimedRequest]:
         """The requests of one rate, in requests a second. Infinite: all at once; None: at the times
@@ -79,7 +79,7 @@ class Traffic:
         rows = list(islice(self._rows(), self.requests))
         if rate is None:
             if not all(isfinite(row.at) for row in rows):
-                raise SettingError("`rate` is needed: this traffic has no times of its own")
+                raise SettingError("`rate` is missing: without the times of a trace it is needed")
             times = iter([(row.at - rows[0].at) / self.speed for row in rows])
         else:
             rng = random.Random(f"{self.seed} arrivals {rate}")
@@ -119,7 +119,7 @@ def read_trace(path: Path) -> list[TimedRequest]:
         lines = StringIO(read_text(path), newline="")
         requests = [x for x in _parse(path, lines) if x.prompt and x.output]
     except csv.Error:
-        raise ValueError(f"{path} is no text file with a trace in it; see --help") from None
+        raise ValueError(f"{path} is not a text file with a trace; see --help") from None
     if not requests:
         raise ValueError(f"{path} has no request with a prompt and an answer")
     return sorted(requests, key=lambda x: x.at)
@@ -133,13 +133,13 @@ def _parse(path: Path, lines: Iterable[str]) -> Iterator[TimedRequest]:
         if kind is None:
             known = "; ".join(", ".join(filter(None, x[:3])) for x in TRACES)
             raise ValueError(
-                f"{path}, line {line}: a trace has fields {known}; got nothing of these"
+                f"{path}, line {line}: a trace has the fields {known}; got none of these"
             )
         try:
             yield _request(row, kind)
         except (KeyError, TypeError, ValueError, OverflowError):
             raise ValueError(
-                f"{path}, line {line}: not a time and two whole numbers of tokens: {row!r:.100}"
+                f"{path}, line {line}: expected a time and two numbers of tokens, got {row!r:.100}"
             ) from None
 
 

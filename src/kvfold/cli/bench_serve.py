@@ -198,7 +198,9 @@ def read_report(path: Path) -> dict[str, Any]:
             return report
     except (ValueError, KeyError, TypeError):
         pass
-    raise ValueError(f"--beside: {path} is no result of kvfold bench serve; make it with --json")
+    raise ValueError(
+        f"--beside: {path} is not a result of kvfold bench serve; write one with --json"
+    )
 
 
 def _is_complete(report: Mapping[str, Any]) -> bool:
@@ -287,7 +289,8 @@ class LoadTest:
         fit = [x for x in requests if x.prompt + x.output <= most]
         if not fit:
             raise SettingError(
-                f"no request fits the model's {most} tokens: lower `max_input` or `input_tokens`"
+                f"no request fits into the model's {most} tokens: lower `max_input` or"
+                " `input_tokens`"
             )
         return fit
 

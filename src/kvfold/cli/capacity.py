@@ -59,7 +59,9 @@ def capacity(
 
     contexts = parse_list(context, "--context", int, "2048,8192")
     if gpu not in GPUS:
-        raise SettingError(f"`gpu` must be one of {', '.join(GPUS)}; got {gpu!r}; or `gpu_bytes`")
+        raise SettingError(
+            f"`gpu` must be one of {', '.join(GPUS)}; got {gpu!r}; for another GPU give `gpu_bytes`"
+        )
     for name, value, legal in (
         ("context", min(contexts), min(contexts) >= 1),
         ("gpu_bytes", gpu_bytes, gpu_bytes is None or gpu_bytes >= 1),

@@ -54,8 +54,8 @@ def load_config(name: str, maps: "Sidecar | None" = None) -> Any:
     if maps is not None:
         if saved_spec(config) is not None:
             raise SettingError(
-                f"`maps` are for an original model, and {name!r} is compressed already: leave them"
-                " out, or name the original"
+                f"`maps` work with an original model, but {name!r} is compressed already: leave"
+                " them out, or name the original"
             )
         maps.check_config(config)
     return config
@@ -92,8 +92,8 @@ def check_context(maps: str | None, context: object) -> None:
     works without maps only."""
     if maps is not None and context:
         raise SettingError(
-            "`maps` and `context` exclude each other: with maps beside the weights nothing is"
-            " evicted, as in a packed context: leave one out"
+            "`maps` and `context` exclude each other: a packed context has evicted tokens, which"
+            " does not work with maps: leave one out"
         )
 
 

@@ -177,8 +177,8 @@ def requested(
     excluded |= {x.name: getattr(storage, x.name) != x.default for x in fields(storage)}
     for name in (name for name, changed in excluded.items() if changed):
         raise SettingError(
-            f"`methods` says what is folded and how tokens are stored: leave `{name}` out, or write"
-            " it into a method"
+            f"`methods` sets the recipe, size and cache of every method: leave `{name}` out, or"
+            " write it into a method"
         )
     return read(methods)
 

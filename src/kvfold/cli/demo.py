@@ -261,6 +261,6 @@ def reload_check(model: Any, tokenizer: Any) -> str:
         loaded = AutoModelForCausalLM.from_pretrained(path).to(model.device).state_dict()
         expected = model.state_dict()
         if wrong := [name for name, x in expected.items() if not x.equal(loaded[name])]:
-            raise RuntimeError(f"the saved model has other weights than the one saved: {wrong}")
+            raise RuntimeError(f"weights changed when the model was saved and loaded: {wrong}")
     name = "AutoModelForCausalLM.from_pretrained"
     return f"saved as a checkpoint and loaded with {name}: its weights are the same."

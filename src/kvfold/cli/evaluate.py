@@ -58,7 +58,9 @@ def evaluate(
     if suite_flags.suite:
         for name, value in {"text": text, "tasks": tasks, "needle": windows.needle}.items():
             if value:
-                raise SettingError(f"`suite` runs alone: leave `{name}` out, or run it apart")
+                raise SettingError(
+                    f"`suite` and `{name}` cannot run together: leave one out, and run it alone"
+                )
         suites.evaluate(model, suite_flags, storage, place, json, maps)
         return
     rows = common.read_tasks(tasks)

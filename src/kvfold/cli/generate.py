@@ -80,8 +80,8 @@ def read_context(path: Path, storage: Storage, chat: bool) -> "tuple[CacheConfig
 
     if chat:
         raise SettingError(
-            "`chat` begins a conversation, and `context` has begun already: write the template's"
-            " marks into the prompt"
+            "`chat` starts a conversation, but `context` continues one: leave `chat` out, and write"
+            " the chat template's marks into the prompt"
         )
     return read(path, storage)
 
@@ -181,7 +181,7 @@ def encode(
     check_ids(ids, vocabulary(config))
     if limit is not None and len(ids) + max_new_tokens > limit:
         raise ValueError(
-            f"the prompt has {len(ids)} tokens, which with {max_new_tokens} new ones exceed the"
-            f" model's {limit} positions; shorten it or lower --max-new-tokens"
+            f"the prompt's {len(ids)} tokens and {max_new_tokens} new ones exceed the model's"
+            f" {limit} positions; shorten it or lower --max-new-tokens"
         )
     return ids

@@ -58,7 +58,7 @@ def inspect(
         inspect_maps(maps, model, recipe, html)
         return
     if model is None:
-        raise SettingError("name a MODEL, or `maps`, to inspect")
+        raise SettingError("there is nothing to inspect: give MODEL or `maps`")
     from kvfold.compression.planning.step_time import rebuilt_keys
     from kvfold.hub.checkpoint import saved_config
     from kvfold.layout.pages import plain_spec
@@ -69,7 +69,10 @@ def inspect(
     geometry = family_of(config).geometry(config)
     saved = saved_config(config)
     if saved is not None and recipe is not None:
-        raise ValueError(f"{model} is compressed already; --recipe plans for an original model")
+        raise ValueError(
+            f"{model} is compressed already, and --recipe plans for an original model: leave it"
+            " out, or name the original"
+        )
     spectra: Spectra = {}
     provenance: dict[str, Any] = {}
     spec: CacheSpec | None = None
@@ -102,7 +105,8 @@ def inspect_maps(name: str, model: str | None, recipe: str | None, html: Path | 
 
     if recipe is not None:
         raise SettingError(
-            "`maps` show what is stored, and `recipe` plans something else: leave one out"
+            "`maps` and `recipe` exclude each other: one shows what is stored, the other plans"
+            " something new: leave one out"
         )
     sidecar = common.load_maps(name)
     assert sidecar is not None
@@ -132,7 +136,7 @@ def check_plan(
     check_files(calibration.calib, calibration.stats, None)
     if recipe is None and (keep, align, calibration) != (None, None, CALIBRATION):
         raise SettingError(
-            "`keep`, `align` and settings of calibration are about a plan: give its `recipe` too"
+            "`keep`, `align` and settings of calibration need a plan: give its `recipe` too"
         )
     return Target(keep=DEFAULT_KEEP if keep is None else keep)
 

@@ -27,7 +27,7 @@ from kvfold.cli.push import push
 from kvfold.cli.recover import recover
 from kvfold.cli.route import route
 from kvfold.cli.serve import serve
-from kvfold.cli.settings import NOTE, Command, expanded, with_settings
+from kvfold.cli.settings import NOTE, Command, VerbatimError, expanded, with_settings
 from kvfold.cli.version import version
 from kvfold.utils.errors import SettingError
 from kvfold.utils.files import check_here
@@ -109,7 +109,10 @@ def run(program: App, arguments: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (CycloptsError, ValueError, OSError) as error:
-        return refuse(with_settings(in_words(error), program, arguments))
+        message = in_words(error)
+        if not isinstance(error, VerbatimError):
+            message = with_settings(message, program, arguments)
+        return refuse(message)
     except RuntimeError as error:
         if not out_of_memory(error):
             raise

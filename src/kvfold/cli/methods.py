@@ -11,6 +11,7 @@ from typing import Any
 from cyclopts import App, CycloptsError, UnusedCliTokensError
 
 from kvfold.cli.options import STORAGE, Storage, flag, parse_levels, parse_list
+from kvfold.cli.settings import VerbatimError
 from kvfold.compression.planning.target import Target, check_align
 from kvfold.config import Prefer
 from kvfold.evaluation.comparison import Method
@@ -67,7 +68,7 @@ def read(text: str) -> list[StoredMethod]:
     parts = [part.strip() for part in text.split(";") if part.strip()]
     names = dict.fromkeys(name for part in parts for name in SETS.get(part, [part]))
     if not names:
-        raise SettingError(f"`methods`: {text!r} has none; separate them by semicolons")
+        raise SettingError(f"`methods`: {text!r} names none; separate methods by semicolons")
     return [_read(name) for name in names]
 
 
@@ -104,7 +105,7 @@ def _read(name: str) -> StoredMethod:
         )
         return method, replace(storage, paged=True)
     except (CycloptsError, ValueError) as error:
-        raise SettingError(f"`methods`: {name!r}: {_said(error)}") from None
+        raise VerbatimError(f"`methods`: {name!r}: {_said(error)}") from None
 
 
 def _target(size: str | None, **how: Any) -> Target:
@@ -114,7 +115,7 @@ def _target(size: str | None, **how: Any) -> Target:
     try:
         number = float(text.removesuffix("x"))
     except ValueError:
-        raise SettingError(f"a size is 4x or .25, for example, not {size!r}") from None
+        raise SettingError(f"a size is written like 4x or .25, not {size!r}") from None
     return Target(factor=number, **how) if text.endswith("x") else Target(keep=number, **how)
 
 
@@ -122,5 +123,8 @@ def _said(error: Exception) -> str:
     if isinstance(error, SettingError):
         return error.with_names(flag)
     if isinstance(error, UnusedCliTokensError):
-        return f"no recipe, size and options, nor one of {', '.join([*SETS, *PUBLISHED])}"
+        return (
+            "not a recipe, a size and options, and none of the names"
+            f" {', '.join([*SETS, *PUBLISHED])}"
+        )
     return str(error)

@@ -252,15 +252,15 @@ class Fastest:
             for name in ("batch", "context"):
                 if getattr(self, name) is not None:
                     raise SettingError(
-                        f"`{name}` is of the step that is predicted: give `fastest` too"
+                        f"`{name}` is a setting of `fastest`: give `fastest` too, or leave it out"
                     )
             return
         if size.budget is None:
-            raise SettingError("`fastest` is the fastest within a loss: give `budget` too")
+            raise SettingError("`fastest` needs a limit on the loss: give `budget` too")
         for name, value in excluded.items():
             if value is not None:
                 raise SettingError(
-                    f"`fastest` tries several recipes, sizes and plans: leave `{name}` out"
+                    f"`fastest` tries several recipes, sizes and plans itself: leave `{name}` out"
                 )
 
 
@@ -293,7 +293,9 @@ class Windows:
         check(self)
         for name in ("see_question", "needle_contexts"):
             if not self.needle and getattr(self, name) != getattr(Windows, name):
-                raise SettingError(f"`{name}` is about hidden facts: give `needle` too")
+                raise SettingError(
+                    f"`{name}` is a setting of `needle`: give `needle` too, or leave it out"
+                )
 
 
 @Parameter(name="*", group="Sampling")
@@ -319,7 +321,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.temperature is None and (self.top_k is not None or self.top_p is not None):
-            raise SettingError("`top_k` and `top_p` choose what is sampled; give `temperature` too")
+            raise SettingError("`top_k` and `top_p` need sampling: give `temperature` too")
         check(self)
 
 
@@ -354,8 +356,8 @@ class Storage:
         for name in ("zeros", "sub_group", "no_rotation", "residual"):
             if not packed and getattr(self, name):
                 raise SettingError(
-                    f"`{name}` is about packed numbers, and at 16 bits none are: set `bits` to 8 or"
-                    " fewer, or leave it out"
+                    f"`{name}` is a setting of packed numbers, and with 16 bits none are packed:"
+                    " set `bits` to 8 or fewer, or leave it out"
                 )
         return cache
 
@@ -367,8 +369,8 @@ class Storage:
         cache = CacheConfig(**settings)
         if cache.evict and cache.keep_tokens is None and cache.max_cache_tokens is None:
             raise SettingError(
-                f"`evict={cache.evict!r}` evicts down to a budget: give `keep_tokens`, such as "
-                "0.5, or `max_cache_tokens`"
+                f"`evict={cache.evict!r}` needs to know how many tokens to keep: give"
+                " `keep_tokens`, such as 0.5, or `max_cache_tokens`"
             )
         return cache
 

@@ -95,8 +95,8 @@ def pack(
     limit = max_positions(config)
     if limit is not None and longer(tokenizer, text, limit - 1):
         raise ValueError(
-            f"the context has more tokens than the model's {limit} positions, less one for a "
-            "question; shorten it"
+            f"the context has more tokens than the model's {limit} positions, one of which is "
+            "needed for a question; shorten it"
         )
     began = time.monotonic()
     settings = dataclasses.asdict(cache) | {"max_sequences": 1}
@@ -117,7 +117,8 @@ def read(path: Path, storage: Storage) -> "tuple[CacheConfig, PackedContext]":
     others: dict[str, Any] = {"kv_bytes": None, "paged": False}
     if dataclasses.replace(storage, **others).any_set:
         raise SettingError(
-            "`context` says how the cache stores tokens: beside it give `kv_bytes` alone"
+            "the file of `context` sets how the cache stores tokens: of these settings, only"
+            " `kv_bytes` can be given with it"
         )
     packed = PackedContext.load(path)
     return cache_of(packed.origin["settings"], size), packed

@@ -38,7 +38,7 @@ def push(
 
     common.quiet()
     if not folder.is_dir():
-        raise ValueError(f"there is no folder {folder}; name one that `kvfold compress` wrote")
+        raise ValueError(f"folder {folder} does not exist; name one that `kvfold compress` wrote")
     try:
         sidecar = Sidecar.load(folder)
     except SettingError as error:

@@ -58,7 +58,7 @@ class Address:
         """The API key. Raises ValueError for an empty key, which would let everyone in."""
         key = os.environ.get(KEY) if self.api_key is None else self.api_key
         if key is not None and not key.strip():
-            raise ValueError(f"the API key is empty: give --api-key or ${KEY} one, or neither")
+            raise ValueError(f"the API key is empty: set --api-key or ${KEY} to a key, or neither")
         return key
 
 
@@ -139,13 +139,20 @@ def serve(
     model, maps = common.base_and_maps(model, maps)
     if engine == "vllm":
         if context:
-            raise SettingError("`context` is of kvfold's own server: leave `engine=vllm` out")
+            raise SettingError(
+                "`context` is a setting of kvfold's own server: leave out either it or"
+                " `engine=vllm`"
+            )
         address = dataclasses.replace(address, served_model_name=name)
         if allow_origins:
-            raise SettingError("`allow_origins` is of kvfold's own server: leave `engine=vllm` out")
+            raise SettingError(
+                "`allow_origins` is a setting of kvfold's own server: leave out either it or"
+                " `engine=vllm`"
+            )
         if no_request_log:
             raise SettingError(
-                "`no_request_log` is of kvfold's own server: leave `engine=vllm` out"
+                "`no_request_log` is a setting of kvfold's own server: leave out either it or"
+                " `engine=vllm`"
             )
         serve_vllm.serve(vllm_words(model, maps, address, size, limits, storage, place), key)
     check_installed()

@@ -17,7 +17,7 @@ from kvfold.utils.errors import SettingError
 # Settings of the cache that vLLM has under another name. The plugin's settings are one JSON object.
 NAMES = {"page": "block_size", "kv_bytes": "kv_cache_memory_bytes"}
 NO_DEVICE = (
-    "`device`: vLLM runs on what it was built for; leave it out, and name GPUs in"
+    "`device`: vLLM uses the devices that it was built for; leave it out, and select GPUs with"
     " CUDA_VISIBLE_DEVICES"
 )
 
@@ -65,7 +65,8 @@ def limit_flags(limits: Limits) -> list[str]:
     max_logprobs = settings.pop("max_logprobs", None)
     for name in settings:
         raise SettingError(
-            f"`{name}` is of kvfold's own server, not of vLLM's: leave it, or `engine=vllm`, out"
+            f"`{name}` is a setting of kvfold's own server, not of vLLM's: leave out either it or"
+            " `engine=vllm`"
         )
     return [] if max_logprobs is None else ["--max-logprobs", str(max_logprobs)]
 
@@ -105,7 +106,7 @@ def command(
 def serve(words: list[str], key: str | None) -> None:
     """Replace this process by vLLM's server. Raises ValueError if vLLM is not installed."""
     if find_spec("vllm") is None:
-        raise ValueError('--engine vllm needs vllm: pip install "kvfold[vllm]", which has it')
+        raise ValueError('--engine vllm needs vLLM: pip install "kvfold[vllm]"')
     print("vllm", *words, file=sys.stderr, flush=True)
     if key is not None:  # not among the words, which ps shows to all users
         os.environ["VLLM_API_KEY"] = key

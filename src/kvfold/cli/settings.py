@@ -14,6 +14,8 @@ from typing import Any, ClassVar
 from cyclopts import App, Parameter
 from cyclopts.argument import Argument, ArgumentCollection
 
+from kvfold.utils.errors import SettingError
+
 DEVICE = "device dtype"
 CACHE = "bits evict keep-tokens"
 # Flags of a command, by the file of its function. `--set` is one more.
@@ -35,6 +37,10 @@ FLAGS: dict[str, str] = {
 }
 NOTE = "--set NAME=VALUE   Any other setting of this command; --set help lists them."
 LISTED = "Write these settings as --set NAME=VALUE, without the dashes, such as --set seed=1."
+
+
+class VerbatimError(SettingError):
+    """An error that quotes flags as the user wrote them, in the text of a method."""
 
 
 class Command(App):
@@ -173,7 +179,7 @@ def expanded(app: App, words: Sequence[str]) -> tuple[App, list[str]]:
 
 
 def with_settings(message: str, app: App, words: Sequence[str]) -> str:
-    """A message with hidden flags replaced by `--set NAME=VALUE`."""
+    """A message of a command line with hidden flags replaced by `--set NAME=VALUE`."""
     settings, _ = settings_for(app, words)
     if settings is None:
         return message

@@ -69,7 +69,7 @@ class SuiteFlags:
         for field in dataclasses.fields(self):
             if getattr(self, field.name) != field.default:
                 raise SettingError(
-                    f"`{field.name}` is about questions that are checked: give `suite` too"
+                    f"`{field.name}` is a setting of `suite`: give `suite` too, or leave it out"
                 )
 
     @property
@@ -283,7 +283,7 @@ def vllm_settings(config: Any, maps: str | None, storage: Storage, place: Place)
     if spec is not None:
         architecture(config)
     if find_spec("vllm") is None:
-        raise ValueError('--engine vllm needs vllm: pip install "kvfold[vllm]", which has it')
+        raise ValueError('vLLM is not installed: pip install "kvfold[vllm]"')
     return {"dtype": place.dtype, **settings}
 
 
