@@ -18,6 +18,7 @@ from kvfold.bench.variants import SHAPES, Variant, variant_layout
 from kvfold.engine.core.engine import Engine
 from kvfold.engine.requests.request import CacheParams
 from kvfold.ops.common import launch
+from lab.tracked import fill
 from lab.variants import VARIANTS
 
 POLICY = "kv-compress"
@@ -103,7 +104,7 @@ def measure(
         )
 
     engine = engine_of(plain, None)
-    served.fill(engine, batch, tokens, room, CacheParams())
+    fill(engine, batch, tokens, room, CacheParams())
     _, shares = _step(engine, steps, case, None, device)
     yield shares
     del engine
@@ -111,7 +112,7 @@ def measure(
     engine = engine_of(tracked, POLICY)
     for number, keep in enumerate(keeps):
         limits = CacheParams(keep_tokens=keep)
-        served.fill(engine, batch, tokens, room, limits)
+        fill(engine, batch, tokens, room, limits)
         ms, shares = _step(engine, steps, case, POLICY, device)
         if number == 0:
             yield shares
@@ -202,7 +203,7 @@ def _compressions(
     runner, times = served.runner_of(engine), []
     for number in range(1 + RUNS):
         if number:
-            served.fill(engine, batch, tokens, 2, limits)
+            fill(engine, batch, tokens, 2, limits)
         sequences = list(engine.scheduler.running)
         before = runner.pool.used_bytes
         times.append(_timed(lambda: runner.compress(sequences), device))  # noqa: B023

@@ -158,7 +158,7 @@ def test_what_cannot_be_measured(tmp_path: Path, capsys) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,3,4\n")
     words = refused(capsys, "bench", "serve", "http://127.0.0.1:1", "--trace", trace)
-    assert "line 2: not a time and two whole numbers" in words
+    assert "line 2: expected a time and two numbers" in words
     words = refused(capsys, "bench", "serve", "http://127.0.0.1:1", "--rate", "1")
     assert "http://127.0.0.1:1/v1/models cannot be reached" in words
     with stub() as server:

@@ -14,7 +14,7 @@ from kvfold.bench import synthetic_engine as served
 from kvfold.bench.common import Unavailable
 from kvfold.bench.variants import SHAPES
 from kvfold.engine.requests.request import CacheParams
-from lab import ablations, compression, decoders
+from lab import ablations, compression, decoders, tracked
 from lab.command import run as run_script
 from lab.variants import SERVED, VARIANTS, is_ablation
 
@@ -48,7 +48,7 @@ def test_rows_are_numbered_where_they_are_tracked():
     variant = replace(VARIANTS["int4-half"], evict=2)
     model = served.random_model("tiny", variant, CPU)
     engine = served.build_engine(model, "tiny", variant, batch=2, longest=80, evict="h2o")
-    served.fill(engine, 2, 70, 5, CacheParams(keep_tokens=0.5))
+    tracked.fill(engine, 2, 70, 5, CacheParams(keep_tokens=0.5))
     runner = served.runner_of(engine)
     for slot in (0, 1):
         metrics, positions, valid = runner.eviction.tracked(slot)

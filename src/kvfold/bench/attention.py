@@ -192,7 +192,7 @@ class _Case:
                     rope_base=ROPE_BASES[self.job.shape],
                 )
                 if self.device.type == "cuda" and not work.has_kernel:
-                    raise Unavailable("there is no kernel for these rows")
+                    raise Unavailable("no kernel reads this layout")
                 step = work.step(decode)
                 check_outputs(name, step(0)[0], work.expected())
                 record(step, 1, self.device)  # not all that runs can be captured

@@ -10,7 +10,6 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from kvfold.bench.variants import DTYPE, ROPE_BASES, SHAPES, Variant, variant_layout
-from kvfold.cache.pool import Pool
 from kvfold.config import CacheConfig
 from kvfold.engine.core.compression import Schedule
 from kvfold.engine.core.engine import Engine, StepOutput, default_chunk
@@ -20,7 +19,6 @@ from kvfold.engine.runner.runner import ModelRunner
 from kvfold.hub.checkpoint import mark
 from kvfold.layout.pages import CacheLayout
 from kvfold.models.families import family_of
-from kvfold.ops.common.pages import plan_pages
 
 WIDTHS = {  # hidden size, MLP, vocabulary
     "llama-3.1-8b": (4096, 14336, 128256),
@@ -85,20 +83,17 @@ def build_engine(
     *,
     batch: int,
     longest: int,
-    evict: str | None = None,
-    repair: bool = False,
+    **cache: Any,
 ) -> Engine:
-    """An engine for `batch` sequences of up to `longest` tokens, which evicts only when it is told
-    to. evict: a policy, for a variant whose pages hold eviction scores. repair: refit the values of
-    the tokens that stay."""
+    """An engine for `batch` sequences of up to `longest` tokens, which never evicts by itself.
+    cache: more fields of its `CacheConfig`."""
     layout = variant_layout(SHAPES[shape], variant)
     config = CacheConfig(
         bits=variant.bits if variant.bits < 16 else None,
         rotate=False,
         page=variant.page,
         kv_bytes=pool_bytes(layout, batch, longest),
-        evict=evict,
-        repair=repair,
+        **cache,
     )
     runner = build_runner(model, config, num_slots=batch, max_tokens=longest)
     assert runner.pool.layout.page_bytes == layout.page_bytes, "page sizes are not as predicted"
@@ -115,23 +110,6 @@ def fill(engine: Engine, batch: int, tokens: int, new: int, cache: CacheParams) 
     sampling = SamplingParams(max_new_tokens=new, ignore_eos=True)
     for number in range(batch):
         engine.start_computed(engine.add([number % 97 + 3] * tokens, sampling, cache), tokens - 1)
-    if pool.layout.tracked:
-        _number_rows(pool)
-
-
-def _number_rows(pool: Pool) -> None:
-    """Give the token entries of every sequence consecutive positions."""
-    words = pool.arena.view(torch.int32)
-    for where in pool.layout.layer_groups:
-        for kind in plan_pages(pool.layout.groups[where], pool.device).kinds:
-            starts = pool.block_tables[:, where][:, kind.numbers].long() * 16
-            row = torch.arange(kind.layout.page, device=pool.device)
-            page = torch.arange(starts.shape[-1], device=pool.device)[:, None]
-            owned = page * len(row) < pool.lengths[:, where][:, kind.numbers, None, None]
-            place = starts[..., None] + kind.layout.blocks.positions.offset // 4 + row
-            positions = (page * len(row) + row).int().expand_as(place)
-            inside = owned.expand_as(place)
-            words[place[inside]] = positions[inside]
 
 
 def step(engine: Engine) -> list[StepOutput]:

@@ -20,7 +20,7 @@ from kvfold.cli.options import (
     Model,
     Place,
     RecipeName,
-    Size,
+    SizeFlags,
 )
 from kvfold.recipes import GOALS
 from kvfold.utils.errors import SettingError, renamed
@@ -37,7 +37,7 @@ def compress(
     *,
     goal: Goal = None,
     recipe: RecipeName = None,
-    size: Size = SIZE,
+    size: SizeFlags = SIZE,
     windows: Flag = False,
     fold: Flag = False,
     fastest: Fastest = FASTEST,

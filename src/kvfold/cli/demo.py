@@ -149,7 +149,7 @@ def measured(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Size:
+class MeasuredSize:
     """A compressed model, the cache it was measured with, and the results."""
 
     name: str
@@ -161,7 +161,7 @@ class Size:
 
 def measured_sizes(
     prepared: "Prepared", what: "Measurement", progress: common.Progress | None
-) -> Iterator[Size]:
+) -> Iterator[MeasuredSize]:
     """Measure the original and SIZES on the paged cache, on the second halves of the same windows
     and the same hidden facts. Sizes that the model is too small for are left out, and evicted ones
     if it cannot evict."""
@@ -173,7 +173,7 @@ def measured_sizes(
     what = replace(what, needle=facts, lengths=(FACT_LENGTH,), scored_from=half)
     original = measure(model, tokenizer, replace(what, cache=CacheConfig()), progress, ORIGINAL)
     row = result_row(model, ORIGINAL, 1.0, original)
-    yield Size(name=ORIGINAL, model=model, cache=CacheConfig(), row=row, result=original)
+    yield MeasuredSize(name=ORIGINAL, model=model, cache=CacheConfig(), row=row, result=original)
     for recipe, name, factor, options in SIZES:
         cache = CacheConfig(**options)
         try:
@@ -182,10 +182,10 @@ def measured_sizes(
         except SettingError:
             continue
         row = result_row(folded, recipe, 1 / factor, result, original)
-        yield Size(name=name, model=folded, cache=cache, row=row, result=result)
+        yield MeasuredSize(name=name, model=folded, cache=cache, row=row, result=result)
 
 
-def headline(measured_size: Size) -> list[str]:
+def headline(measured_size: MeasuredSize) -> list[str]:
     """The size and loss of a model, in words."""
     from kvfold.evaluation.compare import format_increase
 

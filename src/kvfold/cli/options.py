@@ -163,7 +163,7 @@ class Calibration:
 
 @Parameter(name="*", group="Size of the cache")
 @dataclass(frozen=True, kw_only=True)
-class Size:
+class SizeFlags:
     """The size of the compressed cache: a `Target`, which checks the flags, and the alignment of
     ranks."""
 
@@ -244,7 +244,7 @@ class Fastest:
         " is less.",
     )
 
-    def check(self, size: Size, recipe: str | None, stats: Path | None) -> None:
+    def check(self, size: SizeFlags, recipe: str | None, stats: Path | None) -> None:
         """Raises SettingError for settings that `fastest` needs and lacks, or that contradict it,
         and for settings that need `fastest`."""
         excluded = {"recipe": recipe, "align": size.align, "stats": stats, "prefer": size.prefer}
@@ -386,7 +386,7 @@ class Adapters:
 
 
 PLACE, CALIBRATION, WINDOWS, ADAPTERS = Place(), Calibration(), Windows(), Adapters()
-SIZE, FASTEST = Size(), Fastest()
+SIZE, FASTEST = SizeFlags(), Fastest()
 SAMPLING, STORAGE = Sampling(), Storage()
 
 
