@@ -297,3 +297,14 @@ def test_bench_attention_prints_and_writes(kernel, tmp_path, capsys):
         (1, "bf16-full"),
         (2, "int4-half"),
     }
+
+
+def test_help_names_all_that_can_be_timed(capsys):
+    """The lists are written out in the help, which must not import torch."""
+    texts = []
+    for more in (["--help"], ["--set", "help"]):
+        assert main(["bench", "attention", *more]) == 0
+        texts += capsys.readouterr().out.replace("│", " ").split()
+    words = {word.strip(".,:") for word in texts}
+    legal = {*variants.VARIANTS, *variants.SHAPES, *baselines.BASELINES}
+    assert not legal - words
