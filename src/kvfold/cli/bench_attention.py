@@ -37,9 +37,9 @@ def attention(
     ----------
     variants
         Caches to time, separated by commas: bf16-full (uncompressed), bf16-half (half of the
-        dimensions), int8-full, int8-half, int4-full, int4-half, swift-4x, swift-5x, lean-6x,
-        lean-8x, small-6x, small-14x (a recipe at --factor). By default those whose keys need no
-        reconstruction: the first eight.
+        dimensions), int8-full, int8-half, int4-full, int4-half, and recipes at a factor: swift-4x,
+        swift-5x, lean-6x, lean-8x, small-6x, small-14x. By default the first eight, whose keys need
+        no reconstruction.
     baselines
         sdpa-flash or sdpa-cudnn, separated by commas; by default both.
     layers

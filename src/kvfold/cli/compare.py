@@ -67,8 +67,8 @@ def compare(
     methods
         Methods to compare, instead of --recipes and --keep, separated by semicolons. A method is a
         recipe and a size, options of the cache, or both: "swift 4x; zdc .5 --bits 4; --bits 8".
-        Names of published methods work too, such as "KIVI 2 bits", and ours, published or papers
-        stand for many of them.
+        Names of published methods work too, such as "KIVI 2 bits"; the words ours, published and
+        papers stand for many methods each.
     baseline
         The method that losses are paired with: as in --methods, or a recipe and its share, such as
         "zack 0.5".
