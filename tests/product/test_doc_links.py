@@ -31,7 +31,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])
 def test_files_that_a_guide_names_are_there(page: str) -> None:
-    folders = ("src", "tests", "tools", "docs")
+    folders = ("src", "tests", "tools", "docs", "benchmarks")
     paths = [x.as_posix() for folder in folders for x in (ROOT / folder).rglob("*.*")]
     text = (ROOT / page).read_text(encoding="utf-8")
     for name in re.findall(r"`([\w/]+\.(?:py|json|md))[`:]", text):
