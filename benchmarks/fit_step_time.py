@@ -3,8 +3,8 @@ errors over what `kvfold bench` measured.
 
     python benchmarks/fit_step_time.py
 
-Reads benchmarks/results/*.json. Prints, for docs/performance.md, how far off predictions are: of
-every time by coefficients that were fitted without it.
+Reads benchmarks/results/*.json. Prints, for docs/lab/speed-engine.md, how far off predictions are:
+of every time by coefficients that were fitted without it.
 """
 
 import json
@@ -43,7 +43,7 @@ UNFITTED = {"shared-llama-2-7b-norope.json"}
 # steps with them took, to which `rebuilt_runs` is fitted.
 UNFITTED |= {"ablations-uneven-cost-8b.json", "small-attention-8b.json"}
 
-# Without a file of results (docs/performance-goals.md), on llama-3.1-8b and 64 sequences of 8192, a
+# Without a file of results (docs/lab/speed-aims.md), on llama-3.1-8b and 64 sequences of 8192, a
 # layer in microseconds: `lean` in 4 bits, and rows in one pass.
 SEEN = replace(VARIANTS["lean-31"], bits=4), 314.0
 ONCE = {"swift-4x": 178.0, "swift-5x": 193.0, "swift-5.9x-odd": 147.0, "swift-5.5x-odd": 169.0}

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Measurements of docs/performance.md on a GPU, one JSON file each:
+# Measurements of docs/lab/timings-*.md on a GPU, one JSON file each:
 #     benchmarks/gpu.sh [attention|rebuilt|once|ablations|engine|prefill|compress|replay]...   (default: all)
 #     benchmarks/gpu.sh uneven      of the ablations, ZACK's KE on unequal heads and Palu's shared latents
 # RESULTS: folder of the files (benchmarks/results); PYTHON: of the scripts (python).

@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-POOL = 3_529_603_481  # bytes: 0.9 of an L4 without weights and work space (docs/serving.md)
+POOL = 3_529_603_481  # bytes: 0.9 of an L4 without weights and work space (docs/lab/serving.md)
 FULL, EVICT = "bf16-full", "kv-compress"
 SLOTS, LONGEST = 256, 12_000
 SIZES = [

@@ -1,9 +1,9 @@
-"""The page of speeds, docs/performance.md, with its plots: from files of the benchmarks' `--json`.
+"""Writes the pages of timings, docs/lab/timings-*.md, from files of `kvfold bench --json`.
 
     python tools/performance_page.py
 
-Takes every benchmark among benchmarks/results/*.json and nothing else. Files of the same benchmark,
-shape and device make one section.
+Takes every benchmark among benchmarks/results/*.json and nothing else. A page holds a benchmark;
+files of the same benchmark, shape and device make one section.
 """
 
 import argparse
@@ -33,7 +33,14 @@ from performance_tables import (
 )
 
 ROOT = Path(__file__).parents[1]
-HEAD = """# Performance
+SCRIPTS = ("prefill", "compress", "replay", "throughput")  # of benchmarks/; others are commands
+TITLES = {
+    "attention": "Timings: decode attention",
+    "decode": "Timings: decode steps and first tokens",
+    "prefill": "Timings: prefill attention",
+    "compress": "Timings: eviction",
+}
+HEAD = """# {title}
 
 Measured by `benchmarks/gpu.sh`, made from `benchmarks/results/` by
 `python tools/performance_page.py`; no number is written by hand.
@@ -43,8 +50,8 @@ over layers, from a cold cache, after a check against attention written out, and
 microseconds a layer. A multiple (**1.82×**) is the speed over the fastest bf16 baseline (marked *)
 of the same batch B and tokens T, which reads the whole cache of sequences of equal length. Bytes
 are those that must be read: stored numbers and scales; the ceiling is the fastest pure read of
-memory in the same process. Speed says nothing of quality: see [quality](quality.md) for what a size
-costs, and [goals](performance-goals.md) for what was aimed for and reached.
+memory in the same process. Speed says nothing of quality: see [quality](../quality.md) for what a
+size costs, and [aims](speed-aims.md) for what was aimed for and reached.
 """
 
 STEP = """Random weights in bfloat16, a cache filled as if prompts had been read, greedy sampling. A
@@ -57,22 +64,21 @@ Report = dict[str, Any]
 def reports(folder: Path) -> list[Report]:
     """The benchmarks in a folder, by file name."""
     found = [json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*.json"))]
-    return [report for report in found if report.get("benchmark") in SECTIONS]
+    return [x for x in found if x.get("benchmark") in SECTIONS and "settings" in x]
 
 
-def page(found: Sequence[Report], plots: Path) -> str:
-    """The page's text; writes its plots into `plots`, which lies beside it."""
+def pages(found: Sequence[Report], plots: Path) -> dict[str, str]:
+    """The text of each benchmark's page; writes their plots into the folder `plots`."""
     groups: dict[tuple[str, str, str], list[Report]] = {}
-    for benchmark in SECTIONS:
-        for report in found:
-            if report["benchmark"] == benchmark:
-                where = report["settings"]["shape"], report["versions"]["device"]
-                groups.setdefault((benchmark, *where), []).append(report)
-    sections = [
-        SECTIONS[benchmark](members, f"{shape}, {device}", plots / _slug(benchmark, shape, device))
-        for (benchmark, shape, device), members in groups.items()
-    ]
-    return "\n".join([HEAD, *sections])
+    for report in found:
+        where = report["settings"]["shape"], report["versions"]["device"]
+        groups.setdefault((report["benchmark"], *where), []).append(report)
+    sections: dict[str, list[str]] = {}
+    for (benchmark, shape, device), members in groups.items():
+        stem = plots / _slug(benchmark, shape, device)
+        section = SECTIONS[benchmark](members, f"{shape}, {device}", stem)
+        sections.setdefault(benchmark, [HEAD.format(title=TITLES[benchmark])]).append(section)
+    return {benchmark: "\n".join(texts) for benchmark, texts in sections.items()}
 
 
 # -- sections -----------------------------------------------------------------------------------
@@ -251,13 +257,13 @@ SECTIONS: dict[str, Callable[[Sequence[Report], str, Path], str]] = {
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "performance.md")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "lab", help="a folder")
     options = parser.parse_args(arguments)
     found = reports(options.results)
     if not found:
-        parser.error(f"{options.results} holds no file of a benchmark")
-    text = page(found, options.output.with_suffix(""))
-    options.output.write_text(text, encoding="utf-8")
+        parser.error(f"{options.results} holds no file of `kvfold bench ... --json`")
+    for benchmark, text in pages(found, options.output / "timings").items():
+        (options.output / f"timings-{benchmark}.md").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Figures of docs/performance.md. Each takes rows of the benchmarks' `--json`."""
+"""Figures of docs/lab/timings-*.md. Each takes rows of `kvfold bench --json`."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

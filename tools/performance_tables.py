@@ -1,4 +1,4 @@
-"""Tables of docs/performance.md, from rows of the benchmarks' `--json`."""
+"""Tables of docs/lab/timings-*.md, from rows of `kvfold bench --json`."""
 
 from collections.abc import Callable, Iterable, Sequence
 

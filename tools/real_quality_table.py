@@ -1,6 +1,6 @@
 """Prints the table of a report of benchmarks/real_quality.py, and draws it.
 
-python tools/real_quality_table.py benchmarks/results/quality-smollm2.json --plot docs/quality.svg
+python tools/real_quality_table.py benchmarks/results/quality-smollm2.json --plot smollm2.svg
 """
 
 import argparse

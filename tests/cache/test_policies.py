@@ -1,6 +1,6 @@
 """The table of eviction policies: what each row evicts, what its fields are, and its docs page.
 
-KVFOLD_WRITE=1 writes the tables of docs/methods.md anew.
+KVFOLD_WRITE=1 writes the tables of docs/eviction-policies.md anew.
 """
 
 import os
@@ -25,7 +25,7 @@ from kvfold.cache.eviction.select import scores, select
 from kvfold.config import CacheConfig
 from models import tiny, tokens
 
-PAGE = Path(__file__).parents[2] / "docs" / "methods.md"
+PAGE = Path(__file__).parents[2] / "docs" / "eviction-policies.md"
 BEGIN, END = (
     "<!-- policies: written by tests/cache/test_policies.py -->\n",
     "<!-- end of policies -->\n",
@@ -232,7 +232,7 @@ def test_tables_of_the_docs_are_those_of_the_code() -> None:
     text = PAGE.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    assert after, "docs/methods.md has lost its markers"
+    assert after, "docs/eviction-policies.md has lost its markers"
     wanted = f"{before}{BEGIN}\n{tables()}\n{END}{after}"
     if os.environ.get("KVFOLD_WRITE"):
         PAGE.write_text(wanted, encoding="utf-8")

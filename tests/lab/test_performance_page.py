@@ -1,4 +1,4 @@
-"""docs/performance.md is made from results alone, and says what was lost and what was left out."""
+"""The pages of timings are made from results alone, and say what lost and what was left out."""
 
 import json
 
@@ -93,8 +93,8 @@ def write_page(tmp_path, *found):
     for number, each in enumerate(found):
         (results / f"{number}.json").write_text(json.dumps(each))
     (results / "quality.json").write_text(json.dumps({"model": "m", "rows": []}))
-    page_tool.main(["--results", str(results), "--output", str(tmp_path / "performance.md")])
-    return (tmp_path / "performance.md").read_text()
+    page_tool.main(["--results", str(results), "--output", str(tmp_path)])
+    return "".join(page.read_text() for page in sorted(tmp_path.glob("timings-*.md")))
 
 
 def test_the_page_says_what_where_and_which_lost(tmp_path):
@@ -109,8 +109,16 @@ def test_the_page_says_what_where_and_which_lost(tmp_path):
     assert "Slower than the fastest baseline: `bf16-half` 1 x 1024.\n" in text
     assert "- `flashinfer` at 1 x 1024, 64 x 8192: not installed" in text
     for name in ("speedup", "ceiling"):
-        picture = f"performance/attention-llama-3.1-8b-nvidia-h200-{name}.svg"
+        picture = f"timings/attention-llama-3.1-8b-nvidia-h200-{name}.svg"
         assert f"]({picture})" in text and "bf16-half" in (tmp_path / picture).read_text()
+
+
+def test_pages_are_as_the_results_say(tmp_path):
+    page_tool.main(["--output", str(tmp_path)])
+    pages = [page_tool.ROOT / "docs/lab" / page.name for page in tmp_path.glob("timings-*.md")]
+    assert len(pages) == len(page_tool.SECTIONS)
+    for page in pages:
+        assert page.read_text() == (tmp_path / page.name).read_text(), "run the tool"
 
 
 def test_files_of_a_shape_are_one_section(tmp_path):
@@ -123,7 +131,7 @@ def test_the_page_is_the_same_every_time(tmp_path):
     found = []
     for _ in range(2):
         text = write_page(tmp_path, report(ROWS))
-        plots = sorted((tmp_path / "performance").iterdir())
+        plots = sorted((tmp_path / "timings").iterdir())
         found.append([text, *(plot.read_text() for plot in plots)])
     assert found[0] == found[1]
 
@@ -150,7 +158,7 @@ def test_ablations_and_rates(tmp_path):
     text = write_page(tmp_path, report(rows))
     assert "| KE: whole heads, a program each | 1 | 1024 | 8 | 5 | 60 % |" in text
     assert "| OE" not in text
-    picture = tmp_path / "performance" / "attention-llama-3.1-8b-nvidia-h200-rank.svg"
+    picture = tmp_path / "timings" / "attention-llama-3.1-8b-nvidia-h200-rank.svg"
     assert "small-10, 321 TFLOP/s" in picture.read_text() and "| 321 |" in text
 
 
@@ -194,5 +202,5 @@ def test_prefill_and_compression(tmp_path):
 
 def test_without_results_there_is_no_page(tmp_path, capsys):
     with pytest.raises(SystemExit):
-        page_tool.main(["--results", str(tmp_path), "--output", str(tmp_path / "page.md")])
+        page_tool.main(["--results", str(tmp_path), "--output", str(tmp_path)])
     assert "holds no file" in capsys.readouterr().err and not list(tmp_path.iterdir())

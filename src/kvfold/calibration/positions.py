@@ -1,8 +1,8 @@
 """Moves windows of text to later positions, so that all positions of a model are calibrated on.
 
 Keys after RoPE depend on their position: a basis from positions below 1024 loses five times as much
-at 2048 (SmolLM2, `swift`, docs/quality.md). Attention depends on distances alone, so a window may
-begin at any position; its keys and their gradients are rotated with it. Its first token, an
+at 2048 (SmolLM2, `swift`, docs/lab/smollm2.md). Attention depends on distances alone, so a window
+may begin at any position; its keys and their gradients are rotated with it. Its first token, an
 attention sink, stays at position 0, as in every sequence.
 """
 

@@ -2,7 +2,7 @@
 
 Importing this module imports neither the scorers nor torch, because the command line's help needs
 the names. A policy has the name of a published method if it does what the authors published, except
-for the differences listed in docs/methods.md; other settings of the method have a suffix.
+for the differences listed in docs/eviction-policies.md; other settings of the method have a suffix.
 """
 
 from collections.abc import Mapping
@@ -53,7 +53,8 @@ _KVC: dict[str, Any] = {"power": 2, "scope": "all", **_SNAPKV}
 _FULL: dict[str, Any] = {"power": 2, "scope": "all", "exclude": 10, "recent": 32, "continual": True}
 _ADA: dict[str, Any] = {"scope": "layer", "floor": 0.2}
 # Policies that see keys alone also protect recent tokens: the next tokens need them, which keys do
-# not show (measured in docs/quality.md). Of the published methods only Compactor protects any.
+# not show (measured in docs/lab/eviction-repair.md). Of the published methods only Compactor
+# protects any.
 _KEYS: dict[str, Any] = {"sinks": 4, "recent_share": 0.25}
 _COMPACTOR: dict[str, Any] = {"scope": "all", "sinks": 8, "recent_share": 0.125}
 _RESCORED: dict[str, Any] = {"scope": "all", "sinks": 4}

@@ -29,7 +29,7 @@ class Condition(RankMethod):
         """Whether the log10 of the layer's cumulative condition number exceeds `skip_threshold`.
 
         LoRC §6.2 sets thresholds of 30 and 90 on a product over tens of layers, without a unit;
-        log10 is the one that fits its Table 2 (docs/methods.md).
+        log10 is the one that fits its Table 2 (docs/lab/paper-differences.md).
         """
         threshold = self.recipe.skip_threshold
         above = threshold is not None and score / math.log(10) > threshold
