@@ -2,10 +2,12 @@
 
 - README, CONTRIBUTING, CHANGELOG and SECURITY become pages, and files of results become files of
   the site, so that every link in docs/ works there as it does on GitHub.
-- The page of the command line is generated from the commands themselves.
+- The page of the command line is generated from the commands themselves, the notebook's page from
+  its cells.
 - `<!-- settings: MODULE.CLASS -->` becomes a table of that class's settings.
 """
 
+import json
 import os
 import re
 from importlib import import_module
@@ -28,6 +30,7 @@ ROOT_PAGES = {  # of the repository, by their name on the site
     "SECURITY.md": "security.md",
 }
 COMMANDS = "cli.md"
+NOTEBOOK = "notebook.md"
 LINK = re.compile(r"(!?\[((?:[^\[\]]|\[[^\]]*\])*)\]\()((?!\w+:)[^)#\s]+)(#[^)\s]+)?\)")
 SETTINGS = re.compile(r"<!-- settings: ([\w.]+)\.(\w+) -->")
 CODE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
@@ -39,6 +42,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         text = (ROOT / source).read_text(encoding="utf-8")
         files.append(File.generated(config, name, content=text))
     files.append(File.generated(config, COMMANDS, content=commands()))
+    cells = json.loads((ROOT / "docs/notebook.ipynb").read_text(encoding="utf-8"))["cells"]
+    files.append(File.generated(config, NOTEBOOK, content=notebook(cells)))
     for path in sorted(ROOT.glob("benchmarks/results/*.json")):
         name = f"results/{path.name}"
         files.append(File.generated(config, name, abs_src_path=str(path)))
@@ -72,6 +77,8 @@ def site_path(path: str) -> str | None:
     """Where the site has a file of the repository, or None."""
     if path in ROOT_PAGES:
         return ROOT_PAGES[path]
+    if path == "docs/notebook.ipynb":
+        return NOTEBOOK
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
     if re.fullmatch(r"benchmarks/results/[^/]+\.json", path):
@@ -86,6 +93,19 @@ def commands() -> str:
     text = text.replace("(#kvfold-install-completion)", "(#kvfold---install-completion)")
     text = contents.sub("", text).replace("# kvfold\n", "# Command line\n", 1)
     return f"{text}\n## Settings\n\n{unflagged(app)}"
+
+
+def notebook(cells: list[dict[str, Any]]) -> str:
+    """Markdown of a notebook's cells: text, code, and what the code printed."""
+    parts = []
+    for cell in cells:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", ()):
+            parts.append(f"```text\n{''.join(output['text']).rstrip()}\n```")
+    download = '<a href="notebook.ipynb" download>notebook.ipynb</a>'
+    parts.insert(1, f"Download it as {download}.")
+    return "\n\n".join(parts)
 
 
 def unflagged(app: App, path: tuple[str, ...] = ()) -> str:

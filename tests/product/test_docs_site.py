@@ -13,7 +13,7 @@ import yaml
 import kvfold
 
 ROOT = Path(__file__).parents[2]
-GENERATED = {"index.md", "contributing.md", "changelog.md", "security.md", "cli.md"}
+GENERATED = {"index.md", "contributing.md", "changelog.md", "security.md", "cli.md", "notebook.md"}
 needs_mkdocs = pytest.mark.skipif(
     not importlib.util.find_spec("material"), reason="needs kvfold[docs], as `make docs` installs"
 )
@@ -68,6 +68,14 @@ def test_links_lead_to_what_the_site_has() -> None:
     )
     results = "[a](benchmarks/results/x.json)"
     assert links(results, root, "index.md") == "[a](results/x.json)"
+
+
+@needs_mkdocs
+def test_a_notebook_becomes_a_page() -> None:
+    code = {"cell_type": "code", "source": ["print(1)\n", "2"], "outputs": [{"text": ["1\n"]}]}
+    text = hooks("docs_site").notebook([{"cell_type": "markdown", "source": ["# Title"]}, code])
+    assert text.startswith("# Title\n\nDownload it as ")
+    assert text.endswith("```python\nprint(1)\n2\n```\n\n```text\n1\n```")
 
 
 @needs_mkdocs
