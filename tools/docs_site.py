@@ -52,6 +52,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """A page's text with the site's links and with tables of settings."""
+    if page.file.src_uri.startswith("lab/"):
+        page.meta["search"] = {"boost": 0.3}  # behind pages of what is true today
     names = {site: source for source, site in ROOT_PAGES.items()}
     source = Path(names.get(page.file.src_uri, f"docs/{page.file.src_uri}"))
     prose = CODE.split(markdown)  # code stands at odd places

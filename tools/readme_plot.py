@@ -61,11 +61,11 @@ def main() -> None:
         label="fp8, as vLLM stores it",
     )
     for axes, title in ((wiki, "Wikipedia"), (python, "Python source")):
-        axes.set(xscale="log", yscale="log", xlabel="times smaller cache", title=title)
+        axes.set(xscale="log", yscale="log", xlabel="cache is smaller by a factor of", title=title)
         axes.set_xticks([2, 3, 4, 6, 8, 14], ["2", "3", "4", "6", "8", "14"])
         axes.minorticks_off()
         axes.grid(alpha=0.3)
-    wiki.set_ylabel("more perplexity, %")
+    wiki.set_ylabel("increase in perplexity, %")
     wiki.set_yticks([0.01, 0.1, 1, 10, 50], ["0.01", "0.1", "1", "10", "50"])
     figure.legend(*wiki.get_legend_handles_labels(), ncols=3, loc="lower center", fontsize=8)
     figure.tight_layout(rect=(0, 0.14, 1, 1))
