@@ -259,7 +259,7 @@ def tiny_model(num_tokens: int) -> transformers.PreTrainedModel:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=4096,
+        max_position_embeddings=8192,
     )
     return transformers.LlamaForCausalLM(config)
 
@@ -336,6 +336,7 @@ def _pages() -> list[Any]:
 def test_a_page_runs(page: str, prepared: Path, tmp_path, monkeypatch) -> None:
     for name in ("model", *NEEDS.get(page, [])):
         (tmp_path / name).symlink_to(prepare(name, prepared))
+    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
     monkeypatch.chdir(tmp_path)
     with contextlib.redirect_stdout(None):
         run_page(page, tmp_path)
