@@ -46,7 +46,14 @@ MARK = re.compile(r'<!-- not run(?: "([^"]+)")?: ([^>]+) -->')
 MARKS = re.compile(rf"((?:^ *{MARK.pattern}\n)+)\Z", re.MULTILINE)
 
 ONLY_PARSED = ("docs/lab/", "docs/papers/")
-FAST = {"README.md", "docs/start.md", "docs/eviction-policies.md"}
+FAST = {
+    "README.md",
+    "docs/start.md",
+    "docs/eviction.md",
+    "docs/eviction-policies.md",
+    "docs/http.md",
+    "docs/llm.md",
+}
 NEEDS = {  # what pages take as given beside a model, made by `prepare`
     "README.md": ["maps"],
     "docs/start.md": ["maps"],
