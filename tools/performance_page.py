@@ -1,4 +1,4 @@
-"""Writes the pages of timings, docs/lab/timings-*.md, from files of `kvfold bench --json`.
+"""Writes the pages of timings, docs/lab/timings-*.md, from files of the benchmarks' `--json`.
 
     python tools/performance_page.py
 
@@ -33,7 +33,6 @@ from performance_tables import (
 )
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = ("prefill", "compress", "replay", "throughput")  # of benchmarks/; others are commands
 TITLES = {
     "attention": "Timings: decode attention",
     "decode": "Timings: decode steps and first tokens",
@@ -261,7 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     found = reports(options.results)
     if not found:
-        parser.error(f"{options.results} holds no file of `kvfold bench ... --json`")
+        parser.error(f"{options.results} holds no file of a benchmark")
     for benchmark, text in pages(found, options.output / "timings").items():
         (options.output / f"timings-{benchmark}.md").write_text(text, encoding="utf-8")
 

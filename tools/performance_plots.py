@@ -1,4 +1,4 @@
-"""Figures of docs/lab/timings-*.md. Each takes rows of `kvfold bench --json`."""
+"""Figures of docs/lab/timings-*.md. Each takes rows of the benchmarks' `--json`."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

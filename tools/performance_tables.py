@@ -1,4 +1,4 @@
-"""Tables of docs/lab/timings-*.md, from rows of `kvfold bench --json`."""
+"""Tables of docs/lab/timings-*.md, from rows of the benchmarks' `--json`."""
 
 from collections.abc import Callable, Iterable, Sequence
 
