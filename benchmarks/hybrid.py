@@ -68,7 +68,7 @@ class Case:
     @property
     def name(self) -> str:
         r = self.ratios
-        wide, narrow = (r.keys, r.values), (r.narrow_keys, r.narrow_values)
+        wide, narrow = (r.keys, r.values), (r.low_rank_keys, r.low_rank_values)
         return f"{self.variant} {wide} {narrow} {r.important}..{r.important_last}"
 
 
@@ -97,8 +97,8 @@ def uniform(keys: float, values: float) -> Ratios:
     return Ratios(
         keys=keys,
         values=values,
-        narrow_keys=keys,
-        narrow_values=values,
+        low_rank_keys=keys,
+        low_rank_values=values,
         important=1,
         important_last=1,
     )

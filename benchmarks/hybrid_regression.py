@@ -21,10 +21,11 @@ from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import PolynomialFeatures, StandardScaler
 
 from hybrid import nearest
+from kvfold.config import FORMER_RATIOS
 from kvfold.utils.files import finite, write_json
 
 LIMITS = tuple(float(x) for x in np.geomspace(0.01, 0.3, 12))
-RATIOS = ("keys", "values", "narrow_keys", "narrow_values", "important", "important_last")
+RATIOS = ("keys", "values", "low_rank_keys", "low_rank_values", "important", "important_last")
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class Optimum:
 
 
 def ratios_of(row: dict[str, Any]) -> list[float]:
-    return [row["ratios"][name] for name in RATIOS]
+    ratios = {FORMER_RATIOS.get(name, name): share for name, share in row["ratios"].items()}
+    return [ratios[name] for name in RATIOS]
 
 
 def optima(path: Path) -> Iterator[Optimum]:

@@ -178,6 +178,7 @@ class Recipe:
 
 
 REMOVED: dict[str, Any] = {"least": 0, "below": 1}
+FORMER_RATIOS = {"narrow_keys": "low_rank_keys", "narrow_values": "low_rank_values"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,16 +187,16 @@ class Ratios:
     tokens are important.
 
     keys, values: shares of a head's numbers removed from important tokens (p_QK, p_VW; p^i).
-    narrow_keys, narrow_values: the same for unimportant tokens (p^u). important, important_last:
-    shares of tokens that are important in the first and in the last layer, interpolated linearly
-    between (g). by: what ranks tokens: their own softmax denominators, or the attention that they
-    receive. Raises SettingError for ratios that are not legal.
+    low_rank_keys, low_rank_values: the same for unimportant tokens (p^u). important,
+    important_last: shares of tokens that are important in the first and in the last layer,
+    interpolated linearly between (g). by: what ranks tokens: their own softmax denominators, or the
+    attention that they receive. Raises SettingError for ratios that are not legal.
     """
 
     keys: float = setting(0.0, "Removed.", **REMOVED)
     values: float = setting(0.0, "Removed.", **REMOVED)
-    narrow_keys: float = setting(0.5, "Removed.", **REMOVED)
-    narrow_values: float = setting(0.5, "Removed.", **REMOVED)
+    low_rank_keys: float = setting(0.5, "Removed.", **REMOVED)
+    low_rank_values: float = setting(0.5, "Removed.", **REMOVED)
     important: float = setting(0.25, "Share.", least=0, most=1)
     important_last: float = setting(0.5, "Share.", least=0, most=1)
     by: Literal["denominators", "attention"] = "denominators"
@@ -203,19 +204,21 @@ class Ratios:
     def __post_init__(self) -> None:
         check(self)
         for name in ("keys", "values"):
-            less, more = getattr(self, name), getattr(self, f"narrow_{name}")
+            less, more = getattr(self, name), getattr(self, f"low_rank_{name}")
             if more < less:
                 raise SettingError(
-                    f"`narrow_{name}` must be at least `{name}`: unimportant tokens lose more than "
-                    f"important ones; got {more} and {less}"
+                    f"`low_rank_{name}` must be at least `{name}`: unimportant tokens lose more "
+                    f"than important ones; got {more} and {less}"
                 )
 
     @classmethod
     def parse(cls, text: str) -> "Ratios":
-        """Parse text such as "narrow_keys=0.5,important=0.2". Raises SettingError."""
+        """Parse text such as "low_rank_keys=0.5,important=0.2". Names with `narrow` in place of
+        `low_rank` are accepted too, as they were called so. Raises SettingError."""
         values: dict[str, Any] = {}
         for part in filter(None, text.split(",")):
             name, _, value = (x.strip() for x in part.partition("="))
+            name = FORMER_RATIOS.get(name, name)
             known = [x.name for x in fields(cls)]
             if name not in known:
                 legal = ", ".join(known)

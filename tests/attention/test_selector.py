@@ -20,7 +20,7 @@ from kvfold.calibration.statistics import Statistics
 from kvfold.compression.bases import builder_of
 from kvfold.compression.compressor import Prepared
 from kvfold.compression.planning.default import even_spec
-from kvfold.compression.planning.step_time import Load, predict
+from kvfold.compression.planning.step_time import DecodeLoad, predict
 from kvfold.compression.ranks import LatentCandidate
 from kvfold.config import Prefer
 from kvfold.hub.loading import load_config
@@ -341,9 +341,9 @@ def test_rebuilt_keys_have_as_many_numbers_as_memory_is_left_for() -> None:
 def test_plans_for_speed_are_predicted_to_be_fast() -> None:
     config = llama_8b(num_hidden_layers=4)
     plans: list[Prefer] = ["speed", "balanced"]
-    once, twice = (predict(config, planned(config, "swift", 4, x), Load()) for x in plans)
+    once, twice = (predict(config, planned(config, "swift", 4, x), DecodeLoad()) for x in plans)
     assert once is not None and twice is not None and once.ms < 0.8 * twice.ms
-    few = predict(config, planned(config, "swift", 4, "speed"), Load(batch=1))
+    few = predict(config, planned(config, "swift", 4, "speed"), DecodeLoad(batch=1))
     assert few is not None and few.ms < once.ms  # in two passes
 
 

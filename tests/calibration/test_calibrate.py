@@ -64,7 +64,7 @@ def test_gradients_are_those_of_the_sampled_loss() -> None:
     """One window: the last layer's value gradient against autograd on the same labels."""
     model = tiny("llama-gqa")
     family, window = family_of(model.config), WINDOWS[:1]
-    statistics = calibrate(model, family, window, {"grad_kv", "kv", "kv_felt"}, seed=3)
+    statistics = calibrate(model, family, window, {"grad_kv", "kv", "kv_weighted"}, seed=3)
     attention = model.model.layers[1].self_attn
     kept = {}
     hooks = [
@@ -127,28 +127,30 @@ def same(got: torch.Tensor, want: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     ("side", "x", "g"), [("key_pre", "before", "dbefore"), ("value", "v", "dv")]
 )
-def test_gradients_and_felt_rows_leave_the_first_token_out(side: str, x: str, g: str) -> None:
-    seen, statistics = attended("llama-gqa", {f"{side}_felt", f"grad_{side}"})
+def test_gradients_and_weighted_entries_leave_the_first_token_out(
+    side: str, x: str, g: str
+) -> None:
+    seen, statistics = attended("llama-gqa", {f"{side}_weighted", f"grad_{side}"})
     rows, grads = flat(seen[x])[1:], flat(seen[g])[1:]
     same(statistics[1, f"grad_{side}"].raw(), grads.mT @ grads / len(grads))
     weights = grads.norm(dim=-1)
-    felt = statistics[1, f"{side}_felt"]
-    same(felt.mean(), weights @ rows / weights.sum())
-    same(felt.raw(), rows.mT * weights @ rows / weights.sum())
+    weighted = statistics[1, f"{side}_weighted"]
+    same(weighted.mean(), weights @ rows / weights.sum())
+    same(weighted.raw(), rows.mT * weights @ rows / weights.sum())
 
 
-def test_keys_after_rope_are_felt_per_head_without_the_first() -> None:
-    seen, statistics = attended("llama-gqa", {"key_post_felt", "grad_key_post"})
+def test_keys_after_rope_are_weighted_per_head_without_the_first() -> None:
+    seen, statistics = attended("llama-gqa", {"key_post_weighted", "grad_key_post"})
     rows, grads = seen["k"][:, 1:], seen["dk"][:, 1:]
     same(statistics[1, "grad_key_post"].raw(), grads.mT @ grads / grads.shape[1])
     weights = grads.norm(dim=-1, keepdim=True)
     total = weights.sum(1, keepdim=True)
-    same(statistics[1, "key_post_felt"].mean(), (weights * rows).sum(1) / total[:, 0])
-    same(statistics[1, "key_post_felt"].raw(), (weights * rows).mT @ rows / total)
+    same(statistics[1, "key_post_weighted"].mean(), (weights * rows).sum(1) / total[:, 0])
+    same(statistics[1, "key_post_weighted"].raw(), (weights * rows).mT @ rows / total)
 
 
 def test_first_is_what_the_cache_holds_of_first_tokens() -> None:
-    model, statistics = measured("llama3-scaling", {"first", "grad_value", "value_felt"})
+    model, statistics = measured("llama3-scaling", {"first", "grad_value", "value_weighted"})
     attention, x = model.model.layers[1].self_attn, hidden_inputs(model, 1)[:, 0]
     keys, values = attention.k_proj(x), attention.v_proj(x)
     k, v, rotated = statistics[1, "first"].mean().chunk(3)
@@ -243,6 +245,15 @@ def test_seeds_decide() -> None:
     _, other = measured("llama-gqa", {"grad_out"}, seed=1)
     assert torch.equal(first[0, "grad_out"].second, same[0, "grad_out"].second)
     assert not torch.equal(first[0, "grad_out"].second, other[0, "grad_out"].second)
+
+
+def test_statistics_files_with_former_names_are_read(tmp_path) -> None:
+    model, statistics = measured("llama-gqa", {"value_weighted"})
+    for stored in statistics.layers.values():
+        stored["value_felt"] = stored.pop("value_weighted")
+    statistics.save(tmp_path / "former.safetensors")
+    loaded = Statistics.load(tmp_path / "former.safetensors", artifact_key(model, WINDOWS))
+    assert loaded.has({"value_weighted"})
 
 
 def test_artifact_round_trip_and_refusal(tmp_path) -> None:

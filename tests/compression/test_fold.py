@@ -51,13 +51,13 @@ def test_keys_that_rope_turned_count_from_their_mean(name: str, turned: bool, mo
     """However far they spread along what the first token stores, where others count from it."""
 
     def first(_: LossWeighted, source: Source) -> tuple[Tensor, ...]:
-        return (source["key_post_felt"].mean().flatten() * (1 + 1e-6),) * 3
+        return (source["key_post_weighted"].mean().flatten() * (1 + 1e-6),) * 3
 
     monkeypatch.setattr(LossWeighted, "first", first)
     found = prepared(name, "swift")
     keys = [x for x in found.candidates if x.side == "k"]
     for x in keys:
-        mean = found.statistics[x.layer, "key_post_felt"].mean()[x.heads[0]]
+        mean = found.statistics[x.layer, "key_post_weighted"].mean()[x.heads[0]]
         assert torch.equal(x.basis.mean, mean) is turned
     assert keys
 

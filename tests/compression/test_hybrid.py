@@ -50,7 +50,7 @@ from steps import DEVICE, backends, even, logits_of, sequences_of, step
 pytestmark = pytest.mark.gpu
 
 PROMPT, PAGE, ALIGN = 57, 4, 2
-RATIOS = Ratios(keys=0.2, narrow_keys=0.6, values=0.2, narrow_values=0.4, important_last=0.6)
+RATIOS = Ratios(keys=0.2, low_rank_keys=0.6, values=0.2, low_rank_values=0.4, important_last=0.6)
 FAMILIES = ("llama-gqa", "llama-mha", "llama3-scaling", "qwen3", "opt", "gpt-neox")
 CAPTURED = "kvfold_test_captured"
 
@@ -99,8 +99,8 @@ def truncate(session: PagedSession, wide: list[set[int]], narrow: CacheSpec) -> 
     ("name", "count", "given"),
     [
         *((name, count, RATIOS) for name in FAMILIES for count in (1, 5)),
-        ("llama-gqa", 5, Ratios(narrow_keys=0.96, important_last=0.1)),  # keys leave no number
-        ("opt", 5, Ratios(narrow_keys=0.0, narrow_values=0.96, important=0, important_last=0)),
+        ("llama-gqa", 5, Ratios(low_rank_keys=0.96, important_last=0.1)),  # keys leave no number
+        ("opt", 5, Ratios(low_rank_keys=0.0, low_rank_values=0.96, important=0, important_last=0)),
     ],
 )
 def test_computes_what_truncated_rows_give(name: str, count: int, given: Ratios) -> None:
@@ -478,11 +478,16 @@ def test_refuses_recipes_without_narrow_rows(recipe: str) -> None:
 
 def test_refuses_ratios_that_leave_nothing() -> None:
     with pytest.raises(SettingError, match="no number of a head: lower keys or values"):
-        folded("llama-gqa", Ratios(values=0.97, narrow_values=0.97))
-    with pytest.raises(SettingError, match="unimportant tokens no number: lower narrow_keys"):
-        folded("llama-gqa", Ratios(narrow_keys=0.97, narrow_values=0.97))
+        folded("llama-gqa", Ratios(values=0.97, low_rank_values=0.97))
+    with pytest.raises(SettingError, match="unimportant tokens no number: lower low_rank_keys"):
+        folded("llama-gqa", Ratios(low_rank_keys=0.97, low_rank_values=0.97))
     with pytest.raises(SettingError, match="hybrid is empty: give some of keys"):
         Ratios.parse("")
+
+
+def test_former_names_of_ratios_are_parsed() -> None:
+    former = "narrow_keys=0.6,keys=0.2,narrow_values=0.5"
+    assert Ratios.parse(former) == Ratios(keys=0.2, low_rank_keys=0.6, low_rank_values=0.5)
 
 
 @pytest.mark.parametrize("name", ["mistral-sliding", "gemma2"])
@@ -625,5 +630,7 @@ def test_search_takes_the_smallest_choice_within_a_limit(monkeypatch: pytest.Mon
 def test_choices_are_what_the_text_allows() -> None:
     """Unimportant tokens lose more, keys at least what values do, deeper layers keep more whole."""
     for x in ratios.choices():
-        assert x.narrow_keys > x.keys >= x.values and x.narrow_keys >= x.narrow_values > x.values
+        assert (
+            x.low_rank_keys > x.keys >= x.values and x.low_rank_keys >= x.low_rank_values > x.values
+        )
         assert x.important < x.important_last

@@ -8,11 +8,11 @@ from kvfold.bench.variants import SHAPES, variant_layout
 from kvfold.compression.planning.default import even_spec
 from kvfold.compression.planning.step_time import (
     DEFAULT,
-    Load,
+    DecodeLoad,
     attention_work,
     load_of,
     predict,
-    rebuilt_keys,
+    reconstruction_cost,
     tables,
 )
 from kvfold.config import LEVELS
@@ -51,10 +51,10 @@ def test_attention_is_near_what_was_measured(name: str, us: float) -> None:
 
 
 def test_a_step_is_near_what_was_measured() -> None:
-    whole = predict(LLAMA, plain_spec(GEOMETRY), Load())
+    whole = predict(LLAMA, plain_spec(GEOMETRY), DecodeLoad())
     assert whole is not None and whole.ms == pytest.approx(20.23, rel=0.1)
     assert not whole.estimated and whole.device == DEFAULT
-    fewer = predict(LLAMA, plain_spec(GEOMETRY), Load(), bits=4, device="a new one")
+    fewer = predict(LLAMA, plain_spec(GEOMETRY), DecodeLoad(), bits=4, device="a new one")
     assert fewer is not None and fewer.ms < whole.ms / 1.5 and fewer.device == DEFAULT
 
 
@@ -70,7 +70,7 @@ def test_a_step_is_near_what_was_measured() -> None:
 )
 def test_steps_on_tiers_are_near_what_was_measured(name: str, batch: int, ms: float) -> None:
     spec = variant_layout(SHAPES["llama-3.1-8b"], VARIANTS[name]).spec
-    found = predict(LLAMA, spec, Load(batch=batch))
+    found = predict(LLAMA, spec, DecodeLoad(batch=batch))
     # What `small` took was timed before its programs had four warps.
     assert found is not None and found.estimated == name.startswith("small")
     assert found.ms == pytest.approx(ms, rel=0.25)
@@ -95,7 +95,7 @@ def test_one_pass_takes_less_of_fewer_heads_and_no_less_than_its_bytes() -> None
 @pytest.mark.parametrize("recipe", ["swift", "lean", "small"])
 def test_what_was_not_timed_is_an_estimate(recipe: str) -> None:
     tiers, whole = (
-        predict(LLAMA, even_spec(recipes.get(recipe), GEOMETRY, 0.6, levels), Load())
+        predict(LLAMA, even_spec(recipes.get(recipe), GEOMETRY, 0.6, levels), DecodeLoad())
         for levels in (LEVELS, None)
     )
     assert tiers is not None and tiers.estimated == (recipe == "small")
@@ -104,14 +104,14 @@ def test_what_was_not_timed_is_an_estimate(recipe: str) -> None:
 
 def test_more_rows_take_longer_and_cost_no_less_a_token() -> None:
     spec = plain_spec(GEOMETRY)
-    small, large = (predict(LLAMA, spec, Load(batch=b, context=2048)) for b in (1, 64))
+    small, large = (predict(LLAMA, spec, DecodeLoad(batch=b, context=2048)) for b in (1, 64))
     assert small is not None and large is not None and small.ms < large.ms < 64 * small.ms
 
 
 def test_recipes_that_reconstruct_keys_say_what_a_step_takes() -> None:
     def said(name: str, share: float, config=LLAMA) -> str:
         geometry = family_of(config).geometry(config)
-        return str(rebuilt_keys(name, config, even_spec(recipes.get(name), geometry, share)))
+        return str(reconstruction_cost(name, config, even_spec(recipes.get(name), geometry, share)))
 
     where = "times the original's (predicted for 64 x 8192 on an NVIDIA H200)"
     assert said("small", 0.25).startswith("small trades time for memory: a decode step takes")
@@ -126,18 +126,18 @@ def test_recipes_that_reconstruct_keys_say_what_a_step_takes() -> None:
 def test_a_prediction_leaves_the_config_as_it_was() -> None:
     config = llama_8b(num_hidden_layers=2, dtype="float32")
     before = config.to_dict()
-    assert predict(config, plain_spec(family_of(config).geometry(config)), Load()) is not None
+    assert predict(config, plain_spec(family_of(config).geometry(config)), DecodeLoad()) is not None
     assert config.to_dict() == before
 
 
 def test_without_kernels_nothing_is_predicted() -> None:
     config = CONFIGS["gemma2"]()
-    assert predict(config, plain_spec(family_of(config).geometry(config)), Load()) is None
+    assert predict(config, plain_spec(family_of(config).geometry(config)), DecodeLoad()) is None
 
 
 def test_a_step_is_stated_within_the_positions_of_a_model() -> None:
     short = llama_8b(max_position_embeddings=4096)
-    assert load_of(short) == Load(context=4096) and str(load_of(LLAMA, 8)) == "8 x 8192"
+    assert load_of(short) == DecodeLoad(context=4096) and str(load_of(LLAMA, 8)) == "8 x 8192"
     with pytest.raises(ValueError, match="context must be at most 4096, the model's posit"):
         load_of(short, context=8192)
     with pytest.raises(ValueError, match="batch must be at least 1, got 0"):

@@ -6,7 +6,7 @@ import pytest
 
 from cli_cases import FEW, plain, printed  # noqa: F401
 from commands import refused
-from kvfold.compression.planning.step_time import Load, Prediction
+from kvfold.compression.planning.step_time import DecodeLoad, Prediction
 from kvfold.evaluation import fastest
 
 MS = {"post_rope": 2.0, "pre_rope": 3.0, "plain": 9.0}
@@ -36,7 +36,7 @@ def test_the_fastest_within_the_budget_is_made(plain, tmp_path, capsys, timed):
     out = printed(capsys, "compress", plain, *asked("ppl<=9"), "--output", path)
     tried = [line for line in out.splitlines() if "ms a step, predicted;" in line]
     assert len(tried) == 1 and tried[0].split()[0] in ("fast", "swift") and " 8x" in tried[0]
-    assert set(timed) == {Load(batch=2, context=64)}
+    assert set(timed) == {DecodeLoad(batch=2, context=64)}
     made = json.loads((path / "config.json").read_text())["quantization_config"]["provenance"]
     assert made["factor"] == 8 and made["ratio"] < 9 and made["budget"] == "ppl<=9"
 

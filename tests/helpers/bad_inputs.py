@@ -226,14 +226,14 @@ SIZES = {
         "original's perplexity; for 1 % more write 'ppl<=1.01'"
     ),
     "kvfold compress reference:gqa --set hybrid=narrow=0.5 --output new": (
-        "--set hybrid has no 'narrow': give some of keys, values, narrow_keys, narrow_values, "
+        "--set hybrid has no 'narrow': give some of keys, values, low_rank_keys, low_rank_values, "
         "important, important_last, by, as name=value"
     ),
     "kvfold compress reference:gqa --set hybrid=keys=half --output new": (
         "--set hybrid: keys must be a number; got 'half'"
     ),
-    "kvfold compress reference:gqa --set hybrid=keys=0.5,narrow_keys=0.25 --output new": (
-        "--set hybrid: narrow_keys must be at least keys: unimportant tokens lose more than "
+    "kvfold compress reference:gqa --set hybrid=keys=0.5,low_rank_keys=0.25 --output new": (
+        "--set hybrid: low_rank_keys must be at least keys: unimportant tokens lose more than "
         "important "
         "ones; got 0.25 and 0.5"
     ),

@@ -31,7 +31,7 @@ from maps_users_cases import full_rank, logits
 from model_types import tiny
 from sidecar_cases import bytes_tokenizer, nats
 
-GRADIENTS = {"key_post_felt", "grad_key_post", "value_felt", "grad_value"}
+GRADIENTS = {"key_post_weighted", "grad_key_post", "value_weighted", "grad_value"}
 
 LIBRARY = torch.library.Library("kvfold_tests", "DEF")
 LIBRARY.define("product(Tensor x, Tensor w) -> Tensor")

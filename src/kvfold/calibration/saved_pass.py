@@ -19,7 +19,7 @@ from kvfold.calibration.statistics.quantities import Sampled
 from kvfold.utils.files import new_file
 
 logger = logging.getLogger(__name__)
-SCHEMA = 1
+SCHEMA = 2  # 1: gradient-weighted statistics had names that end in `_felt`
 EVERY = 10.0  # seconds between two saves, at least
 SHARE = 20  # saving takes at most 1 / SHARE of the time
 _DAMAGED = (OSError, ValueError, RuntimeError, EOFError, KeyError, AttributeError, TypeError)

@@ -173,7 +173,7 @@ def say_folded(model: Any, stored: "torch.dtype", why: str | None) -> None:
 
     stored: dtype of the saved weights. why: None if the recipe was named.
     """
-    from kvfold.compression.planning.step_time import rebuilt_keys
+    from kvfold.compression.planning.step_time import reconstruction_cost
     from kvfold.hub.card import facts
     from kvfold.hub.checkpoint import provenance_of, spec_of
     from kvfold.models.kernels import kernels_of, one_pass_summary
@@ -181,7 +181,7 @@ def say_folded(model: Any, stored: "torch.dtype", why: str | None) -> None:
     provenance, spec = provenance_of(model), spec_of(model)
     assert spec is not None
     name, config = provenance["recipe"]["name"], model.config
-    if note := rebuilt_keys(name, config, spec):
+    if note := reconstruction_cost(name, config, spec):
         print(note)
     if why is not None:
         print(f"recipe {name}: {why}")

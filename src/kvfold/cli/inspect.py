@@ -59,7 +59,7 @@ def inspect(
         return
     if model is None:
         raise SettingError("there is nothing to inspect: give MODEL or `maps`")
-    from kvfold.compression.planning.step_time import rebuilt_keys
+    from kvfold.compression.planning.step_time import reconstruction_cost
     from kvfold.hub.checkpoint import saved_config
     from kvfold.layout.pages import plain_spec
     from kvfold.models.families import family_of
@@ -86,7 +86,7 @@ def inspect(
     print_geometry(title, geometry)
     if spec is not None:
         name = provenance["recipe"]["name"] if provenance else recipe
-        if note := rebuilt_keys(str(name), config, spec):
+        if note := reconstruction_cost(str(name), config, spec):
             print(note)
         print_spec(spec, provenance)
         print(f"kernels on a GPU: {kernels_of(config, spec)}")

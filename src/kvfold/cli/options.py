@@ -189,9 +189,9 @@ class SizeFlags:
     hybrid: str | None = setting(
         None,
         "Instead of --keep: ZDC's two widths of a token by its importance, as shares removed, such "
-        "as keys=0.25,values=0.25,narrow_keys=0.5,narrow_values=0.5,important=0.2,important_last="
-        "0.5 (of tokens, in the first and the last layer), or ppl<=1.1: the smallest of some within"
-        " 10 % of the perplexity. Runs on the paged cache.",
+        "as keys=0.25,values=0.25,low_rank_keys=0.5,low_rank_values=0.5,important=0.2,"
+        "important_last=0.5 (of tokens, in the first and the last layer), or ppl<=1.1: the smallest"
+        " of some within 10 % of the perplexity. Runs on the paged cache.",
     )
     levels: str | None = setting(
         None,

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from kvfold.cache.eviction import policies
-from kvfold.compression.planning.step_time import DEFAULT, Load, predict
+from kvfold.compression.planning.step_time import DEFAULT, DecodeLoad, predict
 from kvfold.config import AUTO, CacheConfig
 from kvfold.engine.runner.build import check_served, layout_of
 from kvfold.engine.runner.repair import state_bytes
@@ -127,7 +127,7 @@ class Capacity:
         """Milliseconds on the device that coefficients were measured on."""
         if not requests:
             return None
-        load = Load(batch=requests, context=kept)
+        load = DecodeLoad(batch=requests, context=kept)
         spec = self.layout.spec
         found = predict(self.config, spec, load, bits=self.cache.bits, device=DEFAULT)
         return None if found is None else found.ms

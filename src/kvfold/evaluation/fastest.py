@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvfold.compression.compressor import Compressor, Prepared, shared_statistics
-from kvfold.compression.planning.step_time import Load, Prediction, predict
+from kvfold.compression.planning.step_time import DecodeLoad, Prediction, predict
 from kvfold.config import CacheConfig, Prefer
 from kvfold.evaluation.budget import held_out
 from kvfold.evaluation.comparison import ORIGINAL
@@ -44,7 +44,7 @@ class Candidate:
 def search_fastest(
     compressors: Sequence[Compressor],
     limit: float,
-    load: Load,
+    load: DecodeLoad,
     *,
     say: Callable[[str], None],
     progress: Progress | None = None,
@@ -85,7 +85,7 @@ def search_fastest(
 
 
 def candidates(
-    compressors: Sequence[Compressor], load: Load, progress: Progress | None = None
+    compressors: Sequence[Compressor], load: DecodeLoad, progress: Progress | None = None
 ) -> list[Candidate]:
     """Every recipe at every size that it can plan and kernels serve, the fastest first."""
     found: list[Candidate] = []

@@ -8,7 +8,7 @@ from typing import Any
 from kvfold.compression.bases import builder_of
 from kvfold.compression.compressor import Compressor, Prepared, shared_statistics
 from kvfold.compression.planning.preference import plans_for_speed
-from kvfold.compression.planning.step_time import Load, predict
+from kvfold.compression.planning.step_time import DecodeLoad, predict
 from kvfold.config import LEVELS, CacheConfig, Prefer
 from kvfold.evaluation.compare import Row
 from kvfold.evaluation.comparison import ORIGINAL, result_row
@@ -31,7 +31,7 @@ def measured(
     what: Measurement,
     *,
     levels: Sequence[int],
-    load: Load,
+    load: DecodeLoad,
     progress: Progress | None = None,
 ) -> Iterator[Row]:
     """The original, plain integers of `bits`, and every recipe at every factor, as soon as they are

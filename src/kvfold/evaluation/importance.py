@@ -35,7 +35,7 @@ def find_leaders(model: Any, windows: Tensor) -> CacheSpec:
     """Have layers that agree rank tokens once for all of them (ZDC §5.2); windows [n, T] token ids,
     of which up to TEXTS are read. The spec that the model now has."""
     spec = spec_of(model)
-    assert spec is not None and spec.hybrid is not None, "a folded model with narrow rows"
+    assert spec is not None and spec.hybrid is not None, "a folded model with low-rank entries"
     spec = with_leaders(spec, orders(model, windows[:TEXTS, :LENGTH]))
     mark(model, spec, provenance_of(model))
     return spec

@@ -28,7 +28,7 @@ def removals() -> Iterator[Ratios]:
     """What the text allows: unimportant tokens lose more, and keys at least what values do."""
     for keys, values, less, fewer in product(STEPS, repeat=4):
         if less > keys >= values < fewer <= less:
-            yield Ratios(keys=keys, values=values, narrow_keys=less, narrow_values=fewer)
+            yield Ratios(keys=keys, values=values, low_rank_keys=less, low_rank_values=fewer)
 
 
 def choices() -> Iterator[Ratios]:

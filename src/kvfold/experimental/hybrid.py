@@ -36,7 +36,7 @@ def with_low_rank(spec: CacheSpec, ratios: Ratios, align: int) -> CacheSpec:
     width, layers = spec.geometry.head_dim, spec.geometry.num_layers
 
     def low_rank(latent: Latent) -> int:
-        removed = ratios.narrow_keys if latent.side == "k" else ratios.narrow_values
+        removed = ratios.low_rank_keys if latent.side == "k" else ratios.low_rank_values
         return min(rank_of(removed, width, align), latent.rank)
 
     important = np.linspace(ratios.important, ratios.important_last, layers)
@@ -52,7 +52,8 @@ def with_low_rank(spec: CacheSpec, ratios: Ratios, align: int) -> CacheSpec:
         )
     if not any(map(sum, hybrid.ranks)):
         raise SettingError(
-            "`hybrid` leaves unimportant tokens no number: lower `narrow_keys` or `narrow_values`"
+            "`hybrid` leaves unimportant tokens no number: lower `low_rank_keys` or"
+            " `low_rank_values`"
         )
     return replace(spec, hybrid=hybrid)
 

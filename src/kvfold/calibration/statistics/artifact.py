@@ -98,6 +98,8 @@ class Statistics:
         statistics = cls(key)
         for place in sorted({name.rpartition(".")[0] for name in tensors}):
             layer, name = place.split(".")
+            if name.endswith("_felt"):  # the former name of these statistics
+                name = name.removesuffix("felt") + "weighted"
             parts = {p: tensors[f"{place}.{p}"] for p in ("second", "first", "weight")}
             statistics.layers.setdefault(int(layer), {})[name] = Moment(**parts)
         return statistics

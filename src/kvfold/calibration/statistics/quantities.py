@@ -17,8 +17,8 @@ from kvfold.calibration.statistics.reduce import reduced_rows
 from kvfold.calibration.subspace import Subspace
 from kvfold.ops.common.attention import Tables, capped, rotate
 
-# First tokens of a window that statistics `_felt` (weighted by gradients) and `grad_` omit: see
-# `basis.weighted`. Moments at attention outputs (`out_head_felt`, `grad_out`) have all tokens.
+# First tokens of a window that statistics `_weighted` (weighted by gradients) and `grad_` omit: see
+# `basis.weighted`. Moments at attention outputs (`out_head_weighted`, `grad_out`) have all tokens.
 FIRST = 1
 _OUT_STRIDE = 4  # every 4th query position is enough for `out`, whose values are Hk times wider
 
@@ -74,7 +74,7 @@ class Stored:
         return _flat(self.window.unrotate(self.k))
 
     @cached_property
-    def rows(self) -> Tensor:
+    def keys_and_values(self) -> Tensor:
         """Keys before RoPE and values [T, 2K]."""
         return torch.cat((self.keys, _flat(self.v)), -1)
 
@@ -117,14 +117,16 @@ class KeyValueGradients(Stored):
 
     @cached_property
     def grads(self) -> Tensor:
-        """Gradients at `rows` [T, 2K]."""
+        """Gradients at `keys_and_values` [T, 2K]."""
         return torch.cat((_flat(self.grad_before), _flat(self.grad_value)), -1)
 
     def side(self, i: int) -> tuple[Tensor, Tensor]:
         """Keys before RoPE (i = 0) or values (1), without the first token, and their gradients
         [T - 1, K]."""
         widths = [x.shape[0] * x.shape[2] for x in (self.k, self.v)]
-        return self.rows[FIRST:].split(widths, -1)[i], self.grads[FIRST:].split(widths, -1)[i]
+        both = self.keys_and_values[FIRST:], self.grads[FIRST:]
+        vectors, gradients = (x.split(widths, -1)[i] for x in both)
+        return vectors, gradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,12 +208,12 @@ def _grad_kv(x: KeyValueGradients) -> Moment:
 
 
 def _first(x: KeyValueGradients) -> Moment:
-    row = torch.cat((x.rows, _flat(x.k)), -1)[0].double()
+    row = torch.cat((x.keys_and_values, _flat(x.k)), -1)[0].double()
     return Moment.once(row.square(), row)
 
 
 def _samples(x: KeyValueGradients) -> Sampled:
-    parts = x.rows, _flat(x.k), x.grads, _flat(x.grad_key)
+    parts = x.keys_and_values, _flat(x.k), x.grads, _flat(x.grad_key)
     return Sampled(torch.cat(parts, -1)[FIRST:].float())
 
 
@@ -250,7 +252,7 @@ QUANTITIES: dict[str, Quantity] = {
     "value": Quantity("values, all heads [K, K]", lambda x: Moment.of(_flat(x.v))),
     "kv": Quantity(
         "keys before RoPE and values, in the subspace of the layer [<= 2K]",
-        lambda x: Moment.of(x.coordinates(x.rows)),
+        lambda x: Moment.of(x.coordinates(x.keys_and_values)),
     ),
     "key_post": Quantity("keys after RoPE, per head [Hk, d, d]", lambda x: Moment.of(x.k)),
     "key_seen": Quantity(
@@ -272,27 +274,27 @@ QUANTITIES: dict[str, Quantity] = {
         "attention outputs, query heads of a KV head pooled [Hk, d, d]",
         lambda x: Moment.of(x.out.flatten(1, 2)),
     ),
-    "key_pre_felt": Quantity(
+    "key_pre_weighted": Quantity(
         "keys before RoPE, each token weighted by its gradient's norm [K, K]",
         lambda x: _grad_weighted(*x.side(0)),
         KeyValueGradients,
     ),
-    "kv_felt": Quantity(
+    "kv_weighted": Quantity(
         "the same of keys before RoPE and values, in the subspace of the layer",
-        lambda x: _grad_weighted(x.coordinates(x.rows[FIRST:]), x.grads[FIRST:]),
+        lambda x: _grad_weighted(x.coordinates(x.keys_and_values[FIRST:]), x.grads[FIRST:]),
         KeyValueGradients,
     ),
-    "key_post_felt": Quantity(
+    "key_post_weighted": Quantity(
         "keys after RoPE, each token weighted by its gradient's norm [Hk, d, d]",
         lambda x: _grad_weighted(x.k[:, FIRST:], x.grad_key[:, FIRST:]),
         KeyValueGradients,
     ),
-    "value_felt": Quantity(
+    "value_weighted": Quantity(
         "values, each token weighted by its gradient's norm [K, K]",
         lambda x: _grad_weighted(*x.side(1)),
         KeyValueGradients,
     ),
-    "out_head_felt": Quantity(
+    "out_head_weighted": Quantity(
         "the same of `out_head` [Hk, d, d]",
         lambda x: Moment.of(x.out.flatten(1, 2), x.gradient.norm(dim=-1).flatten(1)),
         OutputGradients,

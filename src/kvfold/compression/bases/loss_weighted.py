@@ -24,8 +24,8 @@ class LossWeighted(BasisBuilder):
     def value_needs(self) -> set[str]:
         """Names of the statistics that `values` reads."""
         if self.recipe.values == "head":
-            return {"value"} | self.either({"out_head_felt", "grad_out"}, {"out_head"})
-        return {"value"} | self.either({"value_felt", "grad_value"}, {"out"})
+            return {"value"} | self.either({"out_head_weighted", "grad_out"}, {"out_head"})
+        return {"value"} | self.either({"value_weighted", "grad_value"}, {"out"})
 
     def either(self, gradients: set[str], plain: set[str]) -> set[str]:
         """The names to use with `Recipe.gradients`, or those to use without."""
@@ -77,7 +77,7 @@ class LossWeighted(BasisBuilder):
         tokens carry most of the gradient. Weighting tokens by |g| is one step towards the nearest
         Kronecker product of E[g g^T x c c^T]; it lost 10-15 % less when measured.
         """
-        return source[f"{name}_felt" if self.recipe.gradients else name]
+        return source[f"{name}_weighted" if self.recipe.gradients else name]
 
     def first(self, source: Source) -> tuple[Tensor, Tensor, Tensor] | None:
         """The first token's keys before RoPE, values, and keys after RoPE, [K] each. None without

@@ -17,14 +17,14 @@ class PostRope(LossWeighted):
     after_rope = True
 
     def needs(self) -> set[str]:
-        keys = self.either({"key_post_felt", "grad_key_post"}, {"key_seen", "query"})
+        keys = self.either({"key_post_weighted", "grad_key_post"}, {"key_seen", "query"})
         return {"key_post"} | keys | self.value_needs()
 
     def build(self, source: Source, side: Side, heads: tuple[int, ...]) -> Basis:
         if side == "v":
             return self.values(source, heads)
         (head,), gradients = heads, self.recipe.gradients
-        keys = source["key_post_felt" if gradients else "key_seen"]
+        keys = source["key_post_weighted" if gradients else "key_seen"]
         weight = source["grad_key_post" if gradients else "query"]
         first = self.first(source)
         capped = source.geometry.softcap is not None or source.family.sinks

@@ -21,8 +21,8 @@ class PreRope(LossWeighted):
 
     def needs(self) -> set[str]:
         if self.recipe.keys == "kv":
-            return {"kv"} | self.either({"kv_felt", "grad_kv"}, {"query_back"})
-        keys = self.either({"key_pre_felt", "grad_key_pre"}, {"query_back"})
+            return {"kv"} | self.either({"kv_weighted", "grad_kv"}, {"query_back"})
+        keys = self.either({"key_pre_weighted", "grad_key_pre"}, {"query_back"})
         return {"key_pre"} | keys | self.value_needs()
 
     def build(self, source: Source, side: Side, heads: tuple[int, ...]) -> Basis:

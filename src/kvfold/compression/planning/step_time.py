@@ -38,7 +38,7 @@ ON_CHIP = 256  # largest rank of a key latent whose maps kernels hold on chip
 
 
 @dataclass(frozen=True, kw_only=True)
-class Load:
+class DecodeLoad:
     """The decode step whose time is predicted: sequences, and tokens that each has stored."""
 
     batch: int = setting(BATCH, "Sequences.", least=1)
@@ -48,7 +48,7 @@ class Load:
         check(self)
 
     @property
-    def rows(self) -> int:
+    def num_entries(self) -> int:
         """Cache entries of all sequences."""
         return self.batch * self.context
 
@@ -102,7 +102,7 @@ def tables() -> dict[str, Coefficients]:
     return {name: Coefficients(**x) for name, x in json.loads(packaged("step_time.json")).items()}
 
 
-def load_of(config: Any, batch: int | None = None, context: int | None = None) -> Load:
+def load_of(config: Any, batch: int | None = None, context: int | None = None) -> DecodeLoad:
     """The decode step to predict; by default BATCH sequences of CONTEXT tokens, or of fewer if the
     model has fewer positions. Raises SettingError for more tokens than positions."""
     longest = position_limit(config)
@@ -112,11 +112,16 @@ def load_of(config: Any, batch: int | None = None, context: int | None = None) -
         raise SettingError(
             f"`context` must be at most {longest}, the model's positions; got {context}"
         )
-    return Load(batch=BATCH if batch is None else batch, context=context)
+    return DecodeLoad(batch=BATCH if batch is None else batch, context=context)
 
 
 def predict(
-    config: Any, spec: CacheSpec, load: Load, *, bits: int | None = None, device: str = DEFAULT
+    config: Any,
+    spec: CacheSpec,
+    load: DecodeLoad,
+    *,
+    bits: int | None = None,
+    device: str = DEFAULT,
 ) -> Prediction | None:
     """Predict the time of a decode step of a model with this plan.
 
@@ -125,7 +130,7 @@ def predict(
     where kernels do not serve all layers, or were not timed (capped scores).
     """
     shapes = layer_shapes(config, spec)
-    one_pass_layout = fastest_layout(config, spec, bits) if load.rows >= ONE_PASS else None
+    one_pass_layout = fastest_layout(config, spec, bits) if load.num_entries >= ONE_PASS else None
     tracked = [shape.window is not None for shape in shapes]
     layout = cache_layout(spec, itemsize=DTYPE.itemsize, bits=bits, tracked=tracked)
     capped = any(shape.softcap is not None for shape in shapes)
@@ -136,7 +141,7 @@ def predict(
     layout, one_pass = one_pass_layout or layout, one_pass_layout is not None
     work = [
         attention_work(
-            layer, layout.groups_of_layer(i), spec.geometry, load.rows, table.read, one_pass
+            layer, layout.groups_of_layer(i), spec.geometry, load.num_entries, table.read, one_pass
         )
         for i, layer in enumerate(spec.layers)
     ]
@@ -147,7 +152,7 @@ def predict(
     return Prediction(ms=us / 1e3, device=name, estimated=estimated)
 
 
-def rebuilt_keys(name: str, config: Any, spec: CacheSpec) -> str | None:
+def reconstruction_cost(name: str, config: Any, spec: CacheSpec) -> str | None:
     """A sentence for users on what reconstructing keys costs in every decode step; None for plans
     whose keys are scored as they are stored."""
     if all(layer.keys != "pre_rope" for layer in spec.layers):
