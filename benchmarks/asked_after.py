@@ -71,7 +71,7 @@ class Bench(quality.Bench):
     def measure(self, cache: CacheConfig) -> Measured:
         given = self.arguments
         how = {"length": given.length, "contexts": given.contexts, "facts": given.facts}
-        rows = {kind: ruler.rows(kind, self.tokenizer, **how) for kind in given.questions}
+        rows = {kind: ruler.examples(kind, self.tokenizer, **how) for kind in given.questions}
         what = Measurement(
             windows=self.texts,
             tasks={kind: own for kind, own in rows.items() if own},
@@ -92,8 +92,8 @@ class Bench(quality.Bench):
             result |= {"chosen": cache.evict, "trials": [dataclasses.asdict(x) for x in trials]}
         found = self.measure(cache)
         for kind, asked in found.tasks.items():
-            right = asked.scores["contains"].mean * asked.rows
-            result.setdefault("answers", {})[kind] = {"right": right, "asked": asked.rows}
+            right = asked.scores["contains"].mean * asked.num_examples
+            result.setdefault("answers", {})[kind] = {"right": right, "asked": asked.num_examples}
         if found.footprint is not None:
             result |= dataclasses.asdict(found.footprint)
         result["texts"] = {name: dataclasses.asdict(x) for name, x in found.texts.items()}

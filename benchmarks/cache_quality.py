@@ -114,7 +114,7 @@ class Bench(quality.Bench):
 
         def measured(texts: Any, length: int = 0, agnostic: bool = True) -> Measured:
             how = {"length": length, "contexts": given.contexts}
-            rows = {"keys": ruler.rows("keys", self.tokenizer, **how)} if length else {}
+            rows = {"keys": ruler.examples("keys", self.tokenizer, **how)} if length else {}
             what = Measurement(windows=texts, tasks=rows, cache=case.cache, agnostic=agnostic)
             return together.measure(model, self.tokenizer, what)
 
@@ -124,7 +124,7 @@ class Bench(quality.Bench):
         for asked, agnostic in asked_of(case):
             each = {x: measured({}, x, agnostic).tasks["keys"] for x in given.lengths}
             found[f"needle_{asked}"] = {
-                length: {"exact": x.scores["contains"].mean, "num_questions": x.rows}
+                length: {"exact": x.scores["contains"].mean, "num_questions": x.num_examples}
                 for length, x in each.items()
             }
         return found | {"seconds": time.perf_counter() - begin}

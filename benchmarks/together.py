@@ -23,7 +23,7 @@ from kvfold.evaluation.paged import PagedSession
 from kvfold.evaluation.perplexity import AFTER, PerplexityResult, mean_and_se, token_nll
 from kvfold.evaluation.session import Footprint
 from kvfold.evaluation.tasks import SCORES
-from kvfold.evaluation.tasks.base import Answer, Prompt, decode
+from kvfold.evaluation.tasks.base import Prompt, TaskAnswer, decode
 from kvfold.evaluation.tasks.run import Score, TaskResult, _stop_ids
 
 CHUNK = 512  # tokens of a sequence that are read at a time, as sessions do
@@ -41,7 +41,7 @@ def measure(
     rows = {
         name: [(row, row.prompts(tokenizer)[0]) for row in own] for name, own in what.tasks.items()
     }
-    sizes = [len(x.context) + x.room for own in rows.values() for _, x in own]
+    sizes = [len(x.context) + x.num_following for own in rows.values() for _, x in own]
     longest = max([*sizes, *(ids.shape[1] for ids in what.windows.values())])
     most = max(map(len, [*rows.values(), *what.windows.values()]))
     slots = min(most, max(1, TOKENS // longest))
@@ -180,11 +180,11 @@ class Pages:
     def _result(self, rows: Sequence[Any], answers: Sequence[list[int]]) -> TaskResult:
         scored: dict[str, list[float]] = {}
         for row, tokens in zip(rows, answers, strict=True):
-            answer = Answer(log_likelihoods=[], tokens=tokens)
+            answer = TaskAnswer(log_likelihoods=[], tokens=tokens)
             for name, value in row.score(self.tokenizer, [answer]).items():
                 scored.setdefault(name, []).append(value)
         return TaskResult(
-            rows=len(rows),
+            num_examples=len(rows),
             truncated=0,
             outputs=tuple(decode(self.tokenizer, tokens) for tokens in answers),
             scores={

@@ -42,7 +42,7 @@ def test_all_at_once_measures_the_same(case, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     what = Measurement(
         windows={"noise": torch.randint(8, 4096, (3, LENGTH + 80), generator=generator)},
-        tasks={"keys": ruler.rows("keys", tokenizer, length=LENGTH, contexts=3, facts=2)},
+        tasks={"keys": ruler.examples("keys", tokenizer, length=LENGTH, contexts=3, facts=2)},
         cache=CacheConfig(**CASES[case]),
         chunk=96,
         scored_from=LENGTH,

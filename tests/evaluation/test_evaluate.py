@@ -26,9 +26,9 @@ from kvfold.evaluation.measure import Measurement
 from kvfold.evaluation.perplexity import mean_and_se, paired_difference, perplexity
 from kvfold.evaluation.reader import Reader
 from kvfold.evaluation.tasks import read_tasks
-from kvfold.evaluation.tasks.asked import AskedTask
 from kvfold.evaluation.tasks.choice import ChoiceTask, split_choices
 from kvfold.evaluation.tasks.generation import GenerationTask
+from kvfold.evaluation.tasks.late_question import LateQuestionTask
 from kvfold.evaluation.tasks.run import run_tasks
 from kvfold.utils.text import documents, read_texts, running
 from kvfold.utils.tokens import windows
@@ -309,7 +309,11 @@ def test_generation_is_greedy_and_as_long_as_the_answer(name):
     assert result.record()["exact_match"] == pytest.approx(1 / 3)
     assert result.record()["contains"] == pytest.approx(2 / 3)
     assert result.record()["exact_match_se"] == pytest.approx(1 / 3)
-    assert result.outputs[1] == text and result.rows == 3 and result.record()["accuracy"] is None
+    assert (
+        result.outputs[1] == text
+        and result.num_examples == 3
+        and result.record()["accuracy"] is None
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "sliding"])
@@ -319,7 +323,9 @@ def test_a_question_after_its_context_is_one_prompt_where_nothing_goes(name):
     pairs = [("once", " upon"), ("The ship", " went"), ("The ship", " is")]
     row = {"answer": "x", "max_new_tokens": 6}
     one = [GenerationTask(prompt=context + question, **row) for context, question in pairs]
-    two = [AskedTask(context=context, question=question, **row) for context, question in pairs]
+    two = [
+        LateQuestionTask(context=context, question=question, **row) for context, question in pairs
+    ]
     result = run_tasks(model, tokenizer, two, chunk=4)
     assert result == run_tasks(model, tokenizer, one, chunk=4)
     assert len(set(result.outputs)) == 3
@@ -333,7 +339,7 @@ def test_questions_about_one_context_read_it_once() -> None:
         return made[-1]
 
     asked = [
-        AskedTask(context=context, question=question, answer="x")
+        LateQuestionTask(context=context, question=question, answer="x")
         for context, question in (("one", " a"), ("one", " b"), ("two", " b"), ("one", " a"))
     ]
     run_tasks(
@@ -366,7 +372,9 @@ def test_long_contexts_lose_their_left_and_are_counted():
     with pytest.raises(ValueError, match="leaves no context"):
         run_tasks(model, tokenizer, [GenerationTask(prompt="a", answer="z" * 95)])
     with pytest.raises(ValueError, match="with its question, leaves no context"):
-        run_tasks(model, tokenizer, [AskedTask(context="a", question="y" * 90, answer="z" * 5)])
+        run_tasks(
+            model, tokenizer, [LateQuestionTask(context="a", question="y" * 90, answer="z" * 5)]
+        )
 
 
 def test_tasks_are_answered_through_the_cache_that_is_given() -> None:
@@ -396,7 +404,7 @@ def test_tasks_are_read_from_packed_files(tmp_path):
         GenerationTask(prompt="p", answer="a"),
         ChoiceTask(contexts=("c", "c"), choices=("x", "y"), label=1),
         ChoiceTask(contexts=("c", "d"), choices=("x", "x"), label=0),
-        AskedTask(context="c", question="q", answer="a", max_new_tokens=3),
+        LateQuestionTask(context="c", question="q", answer="a", max_new_tokens=3),
         GenerationTask(prompt="p", answer="a"),
     ]
 
@@ -404,10 +412,10 @@ def test_tasks_are_read_from_packed_files(tmp_path):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ('{"question": "q", "answer": "a"}', r"keys question, answer; legal rows: .*prompt"),
-        ("{}", "keys none; legal rows"),
-        ('{"prompt": "p"', "not a JSON object; legal rows"),
-        ("[1]", "not a JSON object; legal rows"),
+        ('{"question": "q", "answer": "a"}', r"keys question, answer; legal examples: .*prompt"),
+        ("{}", "keys none; legal examples"),
+        ('{"prompt": "p"', "not a JSON object; legal examples"),
+        ("[1]", "not a JSON object; legal examples"),
         (
             '{"context": "c", "contexts": ["c"], "choices": ["x", "y"], "label": 0}',
             "keys context, contexts, choices",

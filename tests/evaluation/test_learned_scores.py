@@ -87,7 +87,7 @@ def test_scores_fit_a_prompt_that_was_not_read() -> None:
     fold_plain(model, spec := plain_spec(family_of(model.config).geometry(model.config)))
     mark(model, spec, {})
     learn_scores(model, tokenizer, readings(compressor))
-    (row, *_) = ruler.rows("keys", tokenizer, length=768, contexts=1)
+    (row, *_) = ruler.examples("keys", tokenizer, length=768, contexts=1)
     ids, found = list(row.prompts(tokenizer)[0].context), {}
     for name in ("learned", TEACHER):
         config = CacheConfig(evict=name, keep_tokens=0.5)

@@ -18,7 +18,7 @@ from kvfold.evaluation.needle import evaluate_needle
 from kvfold.evaluation.paged import PagedSession
 from kvfold.evaluation.perplexity import perplexity, token_nll, window_perplexity
 from kvfold.evaluation.reader import Reader
-from kvfold.evaluation.tasks.asked import AskedTask
+from kvfold.evaluation.tasks.late_question import LateQuestionTask
 from kvfold.hub.loading import load, load_tokenizer
 from kvfold.utils.tokens import encode, encode_prompt
 from models import CONFIGS, tiny, tokens
@@ -384,7 +384,7 @@ def test_a_question_comes_after_its_context_was_evicted(plain, tmp_path) -> None
     ((found,), (other,)) = (next(iter(x["tasks"].values()))["outputs"] for x in (asked, one))
     assert found == tokenizer.decode(wanted).strip() != other
     # A row says when its question comes, whatever the needle's contexts are told.
-    tasks = {"asked": [AskedTask(context=context, question=question, **row)]}
+    tasks = {"asked": [LateQuestionTask(context=context, question=question, **row)]}
     cache = CacheConfig(evict="snapkv-w8", keep_tokens=0.25, page=8, kv_bytes=2**21)
     what = Measurement(tasks=tasks, cache=cache, agnostic=False)
     assert measure(model, tokenizer, what).tasks["asked"].outputs == (found,)

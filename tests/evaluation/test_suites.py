@@ -1,4 +1,8 @@
-"""Suites: answers are found in what models write, judged, and paired with the original's."""
+"""Suites: answers are found in what models write, judged, and paired with the original's.
+
+The tests marked SUITE run over the registry, and a new suite needs no change here. KVFOLD_WRITE=1
+writes the table of docs/suites.md.
+"""
 
 import gzip
 import json
@@ -12,6 +16,7 @@ from typing import Any
 import pytest
 
 from commands import refused
+from generated_pages import check_page, description, row
 from kvfold import LLM
 from kvfold.cli import suites as command
 from kvfold.cli.main import main
@@ -102,8 +107,62 @@ class Fixed:
         return self.replies
 
 
+SUITE = pytest.mark.parametrize("name", SUITES)
+
+
+def example_file(name: str, folder: Path, **changes: str) -> Path:
+    """The file of a suite with its example, some values changed."""
+    path = folder / SUITES[name].files[-1]
+    path.write_text(json.dumps(dict(SUITES[name].example) | changes), encoding="utf-8")
+    return path
+
+
+@SUITE
+def test_a_suite_reads_its_example(name: str, tmp_path: Path) -> None:
+    suite, path = SUITES[name], example_file(name, tmp_path)
+    assert find_file(name, tmp_path) == path and len(read_suite(name, path)) == 1
+    for key in suite.keys:
+        with pytest.raises(ValueError, match=f"suite {name}: .* line 1: {key} is '  '"):
+            read_suite(name, example_file(name, tmp_path, **{key: "  "}))
+        fewer = {x: value for x, value in suite.example.items() if x != key}
+        path.write_text(json.dumps(fewer), encoding="utf-8")
+        with pytest.raises(ValueError, match=f"a line of {suite.title} has the keys"):
+            read_suite(name, path)
+
+
+@SUITE
+def test_a_suite_asks_and_judges_its_example(name: str, tmp_path: Path) -> None:
+    suite = SUITES[name]
+    (question,) = read_suite(name, example_file(name, tmp_path))
+    assert suite.chat(question).strip() and suite.text(question).strip()
+    right, empty = suite.judge([question, question], [suite.right_answer, ""])
+    assert right.right and not empty.right and right.kind and empty.kind
+
+
+@SUITE
+def test_a_suite_runs_in_kvfolds_engine(name: str, tmp_path: Path, llm: LLM) -> None:
+    questions = read_suite(name, example_file(name, tmp_path))
+    result = run_suite(name, questions, ByKVFold(llm), max_new_tokens=3)
+    assert len(result.answers) == 1 and not result.errors
+    assert SuiteResult.from_record(json.loads(json.dumps(result.record()))) == result
+
+
+def test_the_page_and_help_have_every_suite(capsys) -> None:
+    table = row("Suite", "Data set", "Files", "Longest answer", "How it asks and judges")
+    table += row("---", "---", "---", "---", "---")
+    for name, suite in SUITES.items():
+        files = ", ".join(f"`{file}`" for file in suite.files)
+        tokens = f"{suite.max_new_tokens} tokens"
+        table += row(f"`{name}`", suite.title, files, tokens, description(type(suite)))
+    check_page("suites.md", "suites", Path(__file__), table)
+    assert main(["eval", "--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for name, suite in SUITES.items():
+        assert f"{name} ({suite.title})" in shown
+
+
 def code(count: int) -> list[Question]:
-    return [Question(id=f"HumanEval/{i}", row=CODE) for i in range(count)]
+    return [Question(id=f"HumanEval/{i}", fields=CODE) for i in range(count)]
 
 
 @pytest.fixture
@@ -139,7 +198,7 @@ def test_a_number_is_found_in_what_models_write(text: str, number: str) -> None:
 
 
 def test_numbers_are_judged_by_value() -> None:
-    questions = [Question(id=str(i), row=row) for i, row in enumerate(MATH)]
+    questions = [Question(id=str(i), fields=row) for i, row in enumerate(MATH)]
     judge = SUITES["math"].judge
     assert [x.right for x in judge(questions, ["It is 4.0", "1001"])] == [True, True]
     assert [x.kind for x in judge(questions, ["It is 5", "none"])] == ["wrong", "no number"]
@@ -156,10 +215,10 @@ def test_files_are_read_and_found(files: Path) -> None:
 def test_the_published_files_and_their_solutions() -> None:
     questions = read_suite("code", find_file("code", DATA))
     some = questions[::8]
-    answers = [x.row["canonical_solution"] for x in some]
+    answers = [x.fields["canonical_solution"] for x in some]
     assert len(questions) == 164 and all(x.right for x in SUITES["code"].judge(some, answers))
     questions = read_suite("math", find_file("math", DATA))
-    verdicts = SUITES["math"].judge(questions, [x.row["answer"] for x in questions])
+    verdicts = SUITES["math"].judge(questions, [x.fields["answer"] for x in questions])
     assert len(questions) == 1319 and all(x.right for x in verdicts)
 
 
@@ -186,7 +245,7 @@ def test_answers_that_changed() -> None:
         replies = [Reply(text=x, finish_reason="eos") for x in texts]
         return run_suite("math", questions, Fixed(replies))
 
-    questions = [Question(id=f"line {i}", row=MATH[0]) for i in range(4)]
+    questions = [Question(id=f"line {i}", fields=MATH[0]) for i in range(4)]
     found = changes(result("4", "4", "5", "6"), result("4", "5", "4", "6"))
     assert (found.to_wrong, found.to_right) == (("line 1",), ("line 2",))
     assert (found.right_before, found.right, found.same_texts) == (2, 2, 2)

@@ -16,10 +16,10 @@ from kvfold.calibration import text as calibration_text
 from kvfold.cli import generate
 from kvfold.evaluation import needle, ruler
 from kvfold.evaluation.tasks import run
-from kvfold.evaluation.tasks.asked import AskedTask
 from kvfold.evaluation.tasks.base import Prompt
 from kvfold.evaluation.tasks.choice import ChoiceTask
 from kvfold.evaluation.tasks.generation import GenerationTask
+from kvfold.evaluation.tasks.late_question import LateQuestionTask
 from kvfold.hub.loading import load_tokenizer
 from kvfold.utils.chat import encode_chat
 from kvfold.utils.text import documents
@@ -197,7 +197,7 @@ def test_needle(tokenizer, model, monkeypatch):
 def test_tasks(tokenizer, model):
     rows = [
         GenerationTask(prompt=TEXT, answer="x"),
-        AskedTask(context=TEXT, question="Who?", answer="x"),
+        LateQuestionTask(context=TEXT, question="Who?", answer="x"),
         ChoiceTask(contexts=(TEXT, TEXT), choices=("b", "c"), label=0),
     ]
     recorder = Recorder()
@@ -219,10 +219,10 @@ def test_a_context_that_is_cut_keeps_what_the_tokenizer_puts_in_front(tokenizer)
 
 def test_a_chat_template_that_writes_bos_adds_no_second_one(tokenizer):
     turns = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
-    plain = ruler.rows("keys", tokenizer, length=1500, contexts=1, facts=1)[0].context
+    plain = ruler.examples("keys", tokenizer, length=1500, contexts=1, facts=1)[0].context
     tokenizer.chat_template = "{{ bos_token }}" + turns
     try:
-        (row,) = ruler.rows("keys", tokenizer, length=1500, contexts=1, facts=1)
+        (row,) = ruler.examples("keys", tokenizer, length=1500, contexts=1, facts=1)
         whole = encode_chat(tokenizer, plain)
     finally:
         tokenizer.chat_template = None

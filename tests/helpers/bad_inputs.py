@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from kvfold.cache.eviction.policies import POLICIES
 from kvfold.cli.methods import PUBLISHED
 from kvfold.config import AUTO, CacheConfig, settings_of
-from kvfold.evaluation import suites
+from kvfold.evaluation import suites, tasks
 
 LISTS: dict[str, str] = {}  # what a message lists, and how the page abbreviates it
 
@@ -443,10 +443,7 @@ SIZES = {
         "for a larger cache, or a smaller --set align than 16"
     ),
 }
-ROWS = (
-    'legal rows: {"prompt", "answer"[, "max_new_tokens"]} or {"context", "question", "answer"[, '
-    '"max_new_tokens"]} or {"context"|"contexts", "choices", "label"}'
-)
+EXAMPLES = f"legal examples: {tasks.LEGAL_EXAMPLES}"
 FILES = {
     "kvfold pack reference:gqa --context text.txt --output text.txt": (
         "--output would replace text.txt, which --context reads: name another file"
@@ -500,10 +497,10 @@ FILES = {
         "file nowhere.jsonl: no such file; give a text file, plain, .xz or .gz"
     ),
     "kvfold eval reference:gqa --tasks text.txt": (
-        f"task text.txt line 1: not a JSON object; {ROWS}"
+        f"task text.txt line 1: not a JSON object; {EXAMPLES}"
     ),
     "kvfold eval reference:gqa --tasks keys.jsonl": (
-        f"task keys.jsonl line 1: keys question, answer; {ROWS}"
+        f"task keys.jsonl line 1: keys question, answer; {EXAMPLES}"
     ),
     "kvfold eval reference:gqa --tasks label.jsonl": (
         "task label.jsonl line 1: label is '2'; it must be an integer from 0 to 1"
@@ -535,13 +532,13 @@ FILES = {
     ),
     "kvfold eval reference:gqa --tasks surrogate.jsonl": (
         "task surrogate.jsonl line 1: holds half a character, a surrogate without the other; "
-        + ROWS
+        + EXAMPLES
     ),
     "kvfold eval reference:gqa --tasks deep.jsonl": (
-        f"task deep.jsonl line 1: nested too deeply; {ROWS}"
+        f"task deep.jsonl line 1: nested too deeply; {EXAMPLES}"
     ),
     "kvfold eval reference:gqa --tasks digits.jsonl": (
-        f"task digits.jsonl line 1: holds a number of thousands of digits; {ROWS}"
+        f"task digits.jsonl line 1: holds a number of thousands of digits; {EXAMPLES}"
     ),
 }
 SUITES = {
@@ -565,15 +562,15 @@ SUITES = {
     ),
     "kvfold eval reference:gqa --suite code=blank.txt": "file blank.txt: empty",
     "kvfold eval reference:gqa --suite code=text.txt": (
-        "suite code: text.txt line 1: not a JSON object; a row of HumanEval has the keys "
+        "suite code: text.txt line 1: not a JSON object; a line of HumanEval has the keys "
         "task_id, prompt, entry_point, test"
     ),
     "kvfold eval reference:gqa --suite code=gsm8k.jsonl": (
-        "suite code: gsm8k.jsonl line 1: keys question, answer; a row of HumanEval has the keys "
+        "suite code: gsm8k.jsonl line 1: keys question, answer; a line of HumanEval has the keys "
         "task_id, prompt, entry_point, test"
     ),
     "kvfold eval reference:gqa --suite math=untested.jsonl": (
-        "suite math: untested.jsonl line 1: keys task_id, prompt, entry_point, test; a row of "
+        "suite math: untested.jsonl line 1: keys task_id, prompt, entry_point, test; a line of "
         "GSM8K has the keys question, answer"
     ),
     "kvfold eval reference:gqa --suite math=number.jsonl": (
@@ -594,7 +591,7 @@ SUITES = {
         "names"
     ),
     "kvfold eval reference:gqa --suite code=twice.jsonl": (
-        "suite code: twice.jsonl: HumanEval/0 stands on 2 lines; ids must be unique"
+        "suite code: twice.jsonl: HumanEval/0 is on 2 lines; ids must be unique"
     ),
     "kvfold eval reference:gqa --suite math=gsm8k.jsonl,math=gsm8k.jsonl": (
         "--suite: math is given twice; give it once"

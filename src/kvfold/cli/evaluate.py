@@ -120,7 +120,7 @@ def print_record(record: dict[str, Any], tasks: "Mapping[str, TaskResult]") -> N
     for name, answered in tasks.items():
         scores = [f"{score} {result.mean:.3f}" for score, result in answered.scores.items()]
         cut = f", {answered.truncated} cut to the model's positions" if answered.truncated else ""
-        print(f"{name}: {', '.join(scores)} of {answered.rows} rows{cut}")
+        print(f"{name}: {', '.join(scores)} of {answered.num_examples} examples{cut}")
     for length, result in record["needle"].items():
         print(f"needle {length}: {100 * result['exact']:.1f} % of {result['num_questions']}")
     pages = record["pool_fraction"]

@@ -18,7 +18,7 @@ from kvfold.config import (
     setting,
     settings_of,
 )
-from kvfold.evaluation.tasks import LEGAL_ROWS
+from kvfold.evaluation.tasks import LEGAL_EXAMPLES
 from kvfold.recipes import NAMES
 from kvfold.recipes import Goal as GoalName
 from kvfold.utils.errors import SettingError, renamed
@@ -41,11 +41,15 @@ ModelOrMaps = Annotated[
 ]
 Files = Annotated[tuple[Path, ...], Parameter(consume_multiple=1, negative="", show_default=False)]
 TaskFiles = Annotated[
+<<<<<<< HEAD
     Files,
     Parameter(
         help="Files with one task per line (.jsonl, .xz, .gz), as JSON with the fields"
         f" {LEGAL_ROWS}."
     ),
+=======
+    Files, Parameter(help=f"Files of tasks, one a line: {LEGAL_EXAMPLES} (.jsonl, .xz, .gz).")
+>>>>>>> 997b3c6 (Test and document tasks and suites from their registries)
 ]
 RecipeName = Annotated[
     str | None,

@@ -61,7 +61,7 @@ def trials(
     what = Measurement(
         windows=text_windows(model, tokenizer, texts, ctx=ctx, max_tokens=WINDOWS * ctx),
         tasks={
-            "keys": ruler.rows("keys", tokenizer, length=length, contexts=CONTEXTS, facts=FACTS)
+            "keys": ruler.examples("keys", tokenizer, length=length, contexts=CONTEXTS, facts=FACTS)
         },
         scored_from=length,
         cache=cache,

@@ -196,7 +196,7 @@ def result_row(
         perplexity={name: result.perplexity for name, result in measured.texts.items()},
         delta_nll=deltas,
         needle={n: result.exact for n, result in measured.needle.items()} or None,
-        tasks={name: result.flat() for name, result in measured.tasks.items()} or None,
+        tasks={name: result.summary() for name, result in measured.tasks.items()} or None,
         seconds=seconds,
         window_nll={name: result.window_nll for name, result in measured.texts.items()},
     )

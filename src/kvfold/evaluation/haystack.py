@@ -1,4 +1,4 @@
-"""Contexts for needle-in-a-haystack retrieval: facts hidden in prose, phrased as in RULER."""
+"""Contexts for needle-in-a-haystack retrieval: facts hidden in prose, in the words of RULER."""
 
 import random
 import re
@@ -26,7 +26,8 @@ _SENTENCE_GAP = re.compile(rf"(?<=[.!?]){_ABBREVIATIONS}\s+(?=[\"“‘'(]?[A-Z]
 
 @dataclass(frozen=True, kw_only=True)
 class NeedleSample:
-    """One context; `prompt + questions[i]` should be followed by `answers[i]`."""
+    """A context and its questions: after `prompt + questions[i]` a model should say
+    `answers[i]`."""
 
     prompt: str
     questions: tuple[str, ...]
@@ -35,18 +36,18 @@ class NeedleSample:
 
 @lru_cache(maxsize=1)
 def load_filler() -> tuple[str, ...]:
-    """Sentences of the packaged public-domain prose, in order."""
+    """Return the sentences of the packaged public-domain prose, in order."""
     lines = packaged("filler.txt").splitlines()
     return tuple(s for line in lines for s in _SENTENCE_GAP.split(line.strip()) if s)
 
 
 def load_words() -> tuple[list[str], list[str]]:
-    """The packaged (adjectives, nouns) that name facts."""
+    """Return the packaged adjectives and nouns, which name facts."""
     return packaged("adjectives.txt").split(), packaged("nouns.txt").split()
 
 
 def draw_facts(num_facts: int, rng: random.Random) -> list[tuple[str, int]]:
-    """`num_facts` pairs (key, value) with distinct keys and distinct five-digit values."""
+    """Draw `num_facts` pairs (key, value) with distinct keys and distinct five-digit values."""
     adjectives, nouns = load_words()
     indices = rng.sample(range(len(adjectives) * len(nouns)), num_facts)
     keys = [f"{adjectives[i // len(nouns)]} {nouns[i % len(nouns)]}" for i in indices]
@@ -56,7 +57,8 @@ def draw_facts(num_facts: int, rng: random.Random) -> list[tuple[str, int]]:
 def _take_sentences(
     count: Callable[[str], int], filler: Sequence[str], start: int, budget: int
 ) -> list[str]:
-    """Consecutive sentences from `start`, wrapping, of at most `budget` tokens; the last is cut."""
+    """Take consecutive sentences from `start` on, at most `budget` tokens. The last sentence is
+    truncated; after the end of the text comes its beginning."""
     taken: list[str] = []
     while budget > 0:
         sentence = filler[(start + len(taken)) % len(filler)]
@@ -83,7 +85,8 @@ def _cut(count: Callable[[str], int], sentence: str, budget: int) -> str:
 
 
 def _insert(intro: str, sentences: Sequence[str], facts: Sequence[str], gaps: Sequence[int]) -> str:
-    """Prompt with `facts[i]` before sentence `gaps[i]`; a gap equal to the length is the end."""
+    """Insert `facts[i]` before sentence `gaps[i]`; a gap equal to the number of sentences is the
+    end."""
     placed = dict(zip(gaps, facts, strict=True))
     pieces: list[str] = []
     for index in range(len(sentences) + 1):
@@ -99,9 +102,10 @@ def _find_start(
     num_sentences: int,
     budget: int,
 ) -> tuple[int, int]:
-    """The first sentence, from a random one on, that begins a run of at most `budget` tokens.
+    """Find a sentence with which `num_sentences` sentences of at most `budget` tokens begin,
+    searching from a random one on.
 
-    Returns it with the tokens of that run of `num_sentences`; if none fits, the shortest run.
+    Returns its index and the number of tokens; those of the shortest such text if none fits.
     """
     begin, best = rng.randrange(len(filler)), (0, sys.maxsize)
     for offset in range(len(filler)):
@@ -121,18 +125,18 @@ def fit_prompt(
     rng: random.Random,
     *,
     length: int,
-    asked: int,
+    reserved: int,
     intro: str = INTRO,
     in_order: bool = False,
 ) -> str:
-    """The prompt of at most `length - asked` tokens, counted once per sentence and then as a whole.
+    """Build a prompt of at most `length - reserved` tokens: `intro`, then sentences of `filler`,
+    with `facts` between them (in the order of `facts` if `in_order`).
 
-    Sentences of `filler` after `intro`, and `facts` between them, in their own order if `in_order`.
-
-    Most tokenizers count the whole as the sum of its sentences, and the first pass fits; where
-    they do not, the difference goes into the next pass.
+    Most tokenizers give the whole prompt as many tokens as the sum of its sentences; then the first
+    pass fits. Otherwise the difference is corrected in the next pass. Raises ValueError if the
+    facts do not fit.
     """
-    fixed = asked + count(intro) + sum(count(" " + fact) for fact in facts) + 1
+    fixed = reserved + count(intro) + sum(count(" " + fact) for fact in facts) + 1
     budget = length - fixed
     start, least = _find_start(count, filler, rng, max(1, len(facts) - 1), budget)
     if least > budget:
@@ -148,7 +152,7 @@ def fit_prompt(
             break
         gaps = random.Random(gap_seed).sample(range(len(sentences) + 1), len(facts))
         prompt = _insert(intro, sentences, facts, sorted(gaps) if in_order else gaps)
-        slack = length - asked - count(prompt)
+        slack = length - reserved - count(prompt)
         best = prompt if slack >= 0 else best
         if 0 <= slack <= 8:
             break
@@ -165,11 +169,11 @@ def build_sample(
     filler: Sequence[str],
     rng: random.Random,
 ) -> NeedleSample:
-    """A context of filler with facts hidden in it, and one question for each fact.
+    """Build a context of filler with facts hidden in it, and one question for each fact.
 
-    `count_tokens` gives the tokens of a string (without special tokens); pass a cached one when
+    count_tokens: counts the tokens of a string without special tokens; pass a cached function when
     building many samples. The prompt plus its longest question and answer takes at most `length`
-    tokens and as near that as whole words allow. Raises ValueError if the facts do not fit.
+    tokens, and as nearly that many as whole words allow. Raises ValueError if the facts do not fit.
     """
     if num_facts < 1:
         raise ValueError(f"num_facts is {num_facts}; ask for at least 1")
@@ -179,6 +183,8 @@ def build_sample(
     facts = [FACT.format(key=key, value=value) for key, value in pairs]
     questions = tuple(QUESTION.format(key=key) for key, _ in pairs)
     answers = tuple(ANSWER.format(value=value) for _, value in pairs)
-    asked = max(count_tokens(q) + count_tokens(a) for q, a in zip(questions, answers, strict=True))
-    prompt = fit_prompt(count_tokens, facts, filler, rng, length=length, asked=asked)
+    reserved = max(
+        count_tokens(q) + count_tokens(a) for q, a in zip(questions, answers, strict=True)
+    )
+    prompt = fit_prompt(count_tokens, facts, filler, rng, length=length, reserved=reserved)
     return NeedleSample(prompt=prompt, questions=questions, answers=answers)

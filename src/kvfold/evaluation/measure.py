@@ -1,4 +1,4 @@
-"""One model on texts, hidden facts and tasks, through the cache that is asked for.
+"""Measures a model on texts, hidden facts and tasks, through a cache of choice.
 
 Shape legend: n windows, T = ctx.
 """
@@ -44,14 +44,14 @@ LEAST_EVICTED = 3  # tokens of a window of which half, rounded down, leaves 2 to
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What a model is measured on: windows int64 [n, T] and rows of tasks by name of their file,
-    `needle` contexts a length.
+    """What a model is measured on, and how.
 
-    `chunk` tokens are fed at a time and `batch` windows together; `lengths` None means those of
-    NEEDLE_LENGTHS that the model has positions for. `cache`: measure on the paged cache, as it
-    says, instead of transformers'; then `agnostic` needle contexts are compressed before their
-    question is seen, and `scored_from` as in `window_perplexity`. `maps`: beside the
-    model's weights.
+    windows: token ids int64 [n, T] by the name of their text. tasks: examples by the name of their
+    file. needle: contexts of hidden facts per length. lengths: of those contexts in tokens; None:
+    those of NEEDLE_LENGTHS that the model has positions for. chunk: tokens that are fed at a time.
+    batch: windows in one forward. cache: of the paged cache; None: transformers' cache. agnostic:
+    needle contexts are compressed before the model sees their question. scored_from: as in
+    `window_perplexity`. maps: to attach to the model.
     """
 
     windows: Mapping[str, Tensor] = field(default_factory=dict)
@@ -76,7 +76,8 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Results by text and task file and by context length in tokens, and what the cache held."""
+    """Results by text, by context length in tokens and by task file. footprint: of a sequence in
+    the cache."""
 
     texts: dict[str, PerplexityResult]
     needle: dict[int, NeedleResult]
@@ -85,7 +86,7 @@ class Measured:
 
     @property
     def cache_bytes(self) -> int | None:
-        """Bytes of the largest cache that measuring a text took."""
+        """Bytes of the largest cache that a text's windows took; None if no text was measured."""
         return max((result.cache_bytes_allocated for result in self.texts.values()), default=None)
 
 
@@ -96,22 +97,22 @@ def measure(
     progress: Progress | None = None,
     label: str = "",
 ) -> Measured:
-    """Perplexity on every text, retrieval at every length, scores on every task file.
+    """Measure perplexity on every text, retrieval at every length and scores on every task file.
 
-    The model itself stays as it is.
+    label: names the model in the progress. The model is not changed.
     """
     lengths = (what.lengths or needle_lengths(model)) if what.needle else ()
     spec = spec_of(model)
     if what.cache is None and spec is not None and spec.hybrid is not None:
-        what = replace(what, cache=CacheConfig())  # elsewhere all rows stay wide
+        what = replace(what, cache=CacheConfig())  # only pages have low-rank entries
     sessions = _sessions(model, tokenizer, what, lengths)
-    texts, held = {}, None
+    texts, footprint = {}, None
     needle: list[NeedleResult] = []
     with inference(model), _attached(model, what):
-        for name, rows in what.windows.items():
-            texts[name], held = window_perplexity(
+        for name, ids in what.windows.items():
+            texts[name], footprint = window_perplexity(
                 sessions,
-                rows,
+                ids,
                 batch=what.batch if what.cache is None else 1,
                 scored_from=what.scored_from,
                 progress=stage(progress, f"{label} {name}"),
@@ -126,37 +127,38 @@ def measure(
                     reader=reader,
                     progress=stage(progress, f"{label} needle"),
                 )
-            held = held or reader.footprint
+            footprint = footprint or reader.footprint
         tasks = {}
         with closing(Reader(sessions)) as reader:
-            for name, questions in what.tasks.items():
+            for name, examples in what.tasks.items():
                 report = stage(progress, f"{label} {name}")
-                tasks[name] = run_tasks(model, tokenizer, questions, reader=reader, progress=report)
-        held = held or reader.footprint
+                tasks[name] = run_tasks(model, tokenizer, examples, reader=reader, progress=report)
+        footprint = footprint or reader.footprint
     by_length = {result.length: result for result in needle}
-    return Measured(texts=texts, needle=by_length, tasks=tasks, footprint=held)
+    return Measured(texts=texts, needle=by_length, tasks=tasks, footprint=footprint)
 
 
 @contextmanager
 def _attached(model: Any, what: Measurement) -> Iterator[None]:
-    """The maps of a measurement through transformers' cache; an engine has them by itself."""
+    """Attach the maps for a measurement through transformers' cache; the engine applies them
+    itself."""
     if what.maps is None or what.cache is not None:
         yield
         return
-    take_away = attach(model, what.maps)
+    detach = attach(model, what.maps)
     try:
         yield
     finally:
-        take_away()
+        detach()
 
 
 def _sessions(model: Any, tokenizer: Any, what: Measurement, lengths: Sequence[int]) -> Sessions:
-    """A maker of sessions of the cache that is asked for, long enough for all of it."""
+    """A function that opens sessions of the requested cache, long enough for every input."""
     if what.cache is None:
         return partial(DenseSession, model, what.chunk)
-    rows = [row for rows in what.tasks.values() for row in rows]
-    asked = [prompt for row in rows for prompt in row.prompts(tokenizer)]
-    sizes = [len(prompt.context) + prompt.room for prompt in asked]
+    tasks = [task for examples in what.tasks.values() for task in examples]
+    prompts = [prompt for task in tasks for prompt in task.prompts(tokenizer)]
+    sizes = [len(prompt.context) + prompt.num_following for prompt in prompts]
     longest = max([*lengths, *sizes, *(ids.shape[1] for ids in what.windows.values())])
     runner = runner_for(model, what.cache, longest, tokenizer=tokenizer, maps=what.maps)
     return partial(PagedSession, runner, what.chunk)
@@ -170,10 +172,11 @@ def runner_for(
     tokenizer: Any = None,
     maps: Sidecar | None = None,
 ) -> ModelRunner:
-    """A runner of one sequence, `longest` tokens, a question and an answer; as `build_runner`."""
+    """Build a runner for one sequence of `longest` tokens, a question and an answer. The other
+    arguments are those of `build_runner`."""
     most = min(longest + QUESTION_ROOM, max_positions(model) or longest + QUESTION_ROOM)
-    given = {"policy": policy, "tokenizer": tokenizer, "maps": maps}
-    return build_runner(model, cache, num_slots=1, max_tokens=most, **given)
+    options = {"policy": policy, "tokenizer": tokenizer, "maps": maps}
+    return build_runner(model, cache, num_slots=1, max_tokens=most, **options)
 
 
 def text_windows(
@@ -184,21 +187,21 @@ def text_windows(
     ctx: int,
     max_tokens: int | None = None,
 ) -> dict[str, Tensor]:
-    """Windows of every text for a model, of which its config is enough. Raises ValueError naming a
-    text that does not fill one, or has tokens that the model does not."""
+    """Cut every text into windows of `ctx` tokens. model: a model or its config. Raises ValueError
+    that names a text which is shorter than one window, or has tokens that the model lacks."""
     check_length(model, ctx)
-    found = {}
+    ids = {}
     for name, text in texts.items():
         try:
-            found[name] = windows(tokenizer, running(text), ctx, max_tokens)
-            check_ids([int(found[name].max())], vocabulary(model))
+            ids[name] = windows(tokenizer, running(text), ctx, max_tokens)
+            check_ids([int(ids[name].max())], vocabulary(model))
         except SettingError as error:
             raise SettingError(f"{name}: {error.text}") from None
-    return found
+    return ids
 
 
 def needle_lengths(model: Any) -> tuple[int, ...]:
-    """Those of NEEDLE_LENGTHS that a model, or a config, has positions for."""
+    """Return the NEEDLE_LENGTHS that a model, or a config, has positions for."""
     limit = max_positions(model) or max(NEEDLE_LENGTHS)
     lengths = tuple(length for length in NEEDLE_LENGTHS if length <= limit)
     if not lengths:
@@ -210,32 +213,34 @@ def needle_lengths(model: Any) -> tuple[int, ...]:
 
 
 def full_numbers(model: Any) -> int:
-    """That an original model of any type stores of a token."""
-    stores = [x for x in attention_layers(model) if x.source == x.name]
-    return sum(x.num_kv_heads * (x.head_dim + x.value_dim) for x in stores)
+    """The numbers that an uncompressed model of any type stores per token."""
+    storing = [x for x in attention_layers(model) if x.source == x.name]
+    return sum(x.num_kv_heads * (x.head_dim + x.value_dim) for x in storing)
 
 
 def storage(
-    model: Any, held: Footprint | None = None, maps: Sidecar | None = None
+    model: Any, footprint: Footprint | None = None, maps: Sidecar | None = None
 ) -> dict[str, Any]:
-    """kept_fraction, and bytes per token of this cache and of the full one at 16 bits.
+    """Return `kept_fraction`, and bytes per token of this cache and of the uncompressed 16-bit one.
 
-    Of what pages hold of a sequence after its prompt, where that was measured; else by the spec.
+    footprint: what pages held of a sequence after its prompt, if that was measured; otherwise the
+    figures follow from the spec.
     """
     spec = spec_of(model) if maps is None else maps.spec
     planned = 0 if spec is None else spec.geometry.full_numbers
     folded = maps is None and spec is not None
-    whole = 0 if folded else full_numbers(model) - planned  # of layers without maps
-    baseline = 2 * (planned + whole)
-    if held is not None and held.kept_fraction is not None:
-        kept, size = held.kept_fraction, held.kept_fraction * baseline
+    uncompressed = 0 if folded else full_numbers(model) - planned  # layers without maps
+    baseline = 2 * (planned + uncompressed)
+    if footprint is not None and footprint.kept_fraction is not None:
+        fraction = footprint.kept_fraction
+        size = fraction * baseline
     elif spec is not None:
-        kept = (whole + spec.kept_fraction * planned) / (whole + planned)
-        size = spec.bytes_per_token() + 2 * whole
+        fraction = (uncompressed + spec.kept_fraction * planned) / (uncompressed + planned)
+        size = spec.bytes_per_token() + 2 * uncompressed
     else:
-        kept, size = 1.0, baseline
+        fraction, size = 1.0, baseline
     return {
-        "kept_fraction": kept,
+        "kept_fraction": fraction,
         "bytes_per_token": size,
         "baseline_bytes_per_token": baseline,
     }

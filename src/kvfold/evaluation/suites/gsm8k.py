@@ -1,55 +1,65 @@
-"""GSM8K (Cobbe et al. 2021): grade-school mathematics, whose answers are numbers."""
+"""GSM8K (Cobbe et al. 2021): grade-school mathematics with numbers as answers."""
 
 import re
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
-from typing import Any
+from typing import Any, ClassVar
 
 from kvfold.evaluation.suites.base import Question, Suite, Verdict
 from kvfold.utils.progress import Report
 
 NUMBER = r"(?:(?<![\w)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?:(?<![\w)])-)?(?<!\d)\.\d+"
-# "The answer is \(N\)", "#### N": a number that is no term of a calculation.
+# "The answer is \(N\)" or "#### N", where N is not a term of a calculation.
 ANSWER = rf"(?:answer is|####)[^\w\n]*?({NUMBER})(?![\d.,]*\d)(?!\s*(?:[-+/=×÷]|\*(?!\*)))"
 
 
 def number_of(text: str) -> Decimal | None:
-    """The number that an answer gives: behind its last "answer is" or "####", else the last one."""
-    found = re.findall(ANSWER, text, re.IGNORECASE) or re.findall(NUMBER, text)
-    return Decimal(found[-1].replace(",", "")) if found else None
+    """Return the number after the last "answer is" or "####" of an answer, or else its last
+    number."""
+    numbers = re.findall(ANSWER, text, re.IGNORECASE) or re.findall(NUMBER, text)
+    return Decimal(numbers[-1].replace(",", "")) if numbers else None
 
 
 class GSM8K(Suite):
+    """Asks to think step by step and end with "The answer is N."; without a chat template the model
+    continues "Question: ... Answer: Let's think step by step.". Right if the number after "answer
+    is" or "####", or else the last number, is equal."""
+
     title = "GSM8K"
     keys = ("question", "answer")
     files = ("gsm8k-test.jsonl", "gsm8k.jsonl", "test.jsonl")
     max_new_tokens = 400
     stop = ("\nQuestion:",)
+    example: ClassVar = {
+        "question": "A farmer has 3 hens, and each lays 2 eggs. How many eggs are there?",
+        "answer": "3 * 2 = 6\n#### 6",
+    }
+    right_answer = "3 hens lay 3 * 2 = 6 eggs. The answer is 6."
 
-    def question(self, row: Mapping[str, Any], line: int) -> Question:
-        _, mark, answer = row["answer"].rpartition("####")
+    def question(self, fields: Mapping[str, Any], line: int) -> Question:
+        _, mark, answer = fields["answer"].rpartition("####")
         if not mark or re.fullmatch(NUMBER, answer.strip()) is None:
             raise ValueError('answer must end with "#### " and a number')
-        return Question(id=f"line {line}", row=row)
+        return Question(id=f"line {line}", fields=fields)
 
     def chat(self, question: Question) -> str:
         return (
-            f"{question.row['question'].strip()}\n\n"
+            f"{question.fields['question'].strip()}\n\n"
             "Think step by step and end with 'The answer is N.', where N is a number."
         )
 
     def text(self, question: Question) -> str:
-        return f"Question: {question.row['question'].strip()}\nAnswer: Let's think step by step."
+        return f"Question: {question.fields['question'].strip()}\nAnswer: Let's think step by step."
 
     def judge(
         self, questions: Sequence[Question], answers: Sequence[str], report: Report | None = None
     ) -> list[Verdict]:
-        return [_verdict(x.row["answer"], y) for x, y in zip(questions, answers, strict=True)]
+        return [_verdict(x.fields["answer"], y) for x, y in zip(questions, answers, strict=True)]
 
 
-def _verdict(wanted: str, answer: str) -> Verdict:
-    found = number_of(answer)
-    if found is None:
+def _verdict(expected: str, answer: str) -> Verdict:
+    number = number_of(answer)
+    if number is None:
         return Verdict(False, "no number")
-    right = found == number_of(wanted.rpartition("####")[2])
-    return Verdict(right, "right" if right else "wrong", str(found))
+    right = number == number_of(expected.rpartition("####")[2])
+    return Verdict(right, "right" if right else "wrong", str(number))

@@ -1,10 +1,11 @@
-"""HumanEval (Chen et al. 2021): Python functions by their docstrings, judged by running tests."""
+"""HumanEval (Chen et al. 2021): Python functions to write from their docstrings, judged by running
+their tests."""
 
 import re
 import textwrap
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from kvfold.evaluation.suites.base import Question, Suite, Verdict
 from kvfold.evaluation.suites.sandbox import check_runs, run_programs
@@ -15,28 +16,39 @@ CODE = re.compile(r"^(?:import |from |def |async def |class |@)", re.MULTILINE)
 
 
 class HumanEval(Suite):
+    """Asks for the whole function in a Python code block; without a chat template the model
+    continues the function's beginning, up to the next top-level line. Right if the function passes
+    the tests of its question."""
+
     title = "HumanEval"
     keys = ("task_id", "prompt", "entry_point", "test")
     files = ("HumanEval.jsonl.gz", "HumanEval.jsonl")
     max_new_tokens = 512
     stop = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint(", "\n```")  # Chen et al., and a fence
+    example: ClassVar = {
+        "task_id": "HumanEval/0",
+        "prompt": 'def twice(x: int) -> int:\n    """Return 2 x."""\n',
+        "entry_point": "twice",
+        "test": "def check(candidate):\n    assert candidate(3) == 6\n",
+    }
+    right_answer = "```python\ndef twice(x: int) -> int:\n    return 2 * x\n```"
 
-    def question(self, row: Mapping[str, Any], line: int) -> Question:
-        name = row["entry_point"]
-        if not name.isidentifier() or definition(name).search(row["prompt"]) is None:
+    def question(self, fields: Mapping[str, Any], line: int) -> Question:
+        name = fields["entry_point"]
+        if not name.isidentifier() or definition(name).search(fields["prompt"]) is None:
             raise ValueError("prompt must define the function that entry_point names")
-        if "def check(" not in row["test"]:
+        if "def check(" not in fields["test"]:
             raise ValueError("test must define the function check")
-        return Question(id=row["task_id"], row=row)
+        return Question(id=fields["task_id"], fields=fields)
 
     def chat(self, question: Question) -> str:
         return (
             "Complete this Python function. Answer with the whole function in one Python code "
-            f"block.\n\n```python\n{question.row['prompt'].strip()}\n```"
+            f"block.\n\n```python\n{question.fields['prompt'].strip()}\n```"
         )
 
     def text(self, question: Question) -> str:
-        return question.row["prompt"]
+        return question.fields["prompt"]
 
     def check_ready(self) -> None:
         check_runs()
@@ -44,7 +56,7 @@ class HumanEval(Suite):
     def judge(
         self, questions: Sequence[Question], answers: Sequence[str], report: Report | None = None
     ) -> list[Verdict]:
-        programs = [program(x.row, y) for x, y in zip(questions, answers, strict=True)]
+        programs = [program(x.fields, y) for x, y in zip(questions, answers, strict=True)]
         return [
             Verdict(x.kind == "passed", x.kind, x.detail)
             for x in run_programs(programs, report=report)
@@ -52,26 +64,26 @@ class HumanEval(Suite):
 
 
 def definition(name: str) -> re.Pattern[str]:
-    """The line where a function begins."""
+    """A pattern for the line where a function begins."""
     return re.compile(rf"^[ \t]*(?:async[ \t]+)?def[ \t]+{re.escape(name)}\b", re.MULTILINE)
 
 
-def program(row: Mapping[str, Any], answer: str) -> str:
-    """The function that an answer holds, what stood before it in the prompt, and its tests."""
-    prompt, name = row["prompt"], row["entry_point"]
+def program(fields: Mapping[str, Any], answer: str) -> str:
+    """Build a program from the function in an answer, the imports of the prompt and the tests."""
+    prompt, name = fields["prompt"], fields["entry_point"]
     code = code_of(answer, name)
     begin = definition(name).search(prompt)
     assert begin is not None
-    if definition(name).search(code):  # the answer's own function, behind the prompt's imports
+    if definition(name).search(code):  # a whole function, after the prompt's imports
         solution = f"{prompt[: begin.start()]}\n{code}"
     else:
         solution = _first_valid(prompt + body for body in _bodies(code))
-    return f"{solution}\n\n{row['test']}\n\ncheck({name})\n"
+    return f"{solution}\n\n{fields['test']}\n\ncheck({name})\n"
 
 
 def code_of(answer: str, name: str) -> str:
-    """The code of an answer: its first block that defines the function, else its first block, else
-    all of it, without the words around a function."""
+    """Return the code of an answer: its first code block that defines the function, else its first
+    code block, else all of it without the prose around the function."""
     blocks = [textwrap.dedent(block) for _, block in FENCED.findall(answer)]
     for block in blocks:
         if definition(name).search(block):
@@ -86,7 +98,8 @@ def code_of(answer: str, name: str) -> str:
 
 
 def _bodies(code: str) -> Iterator[str]:
-    """A function's body as it may be meant: indented already, its first line alone not, or not."""
+    """Yield readings of a function's body: indented already, indented but for its first line, or
+    not indented."""
     code = code.strip("\n")
     yield f"{code}\n"
     yield f"    {code.lstrip()}\n"
@@ -94,7 +107,7 @@ def _bodies(code: str) -> Iterator[str]:
 
 
 def _first_valid(candidates: Iterator[str]) -> str:
-    """The first that is a Python program; the first of all where none is."""
+    """Return the first candidate that compiles; the first of all if none does."""
     first = None
     for candidate in candidates:
         if is_program(candidate):

@@ -1,4 +1,4 @@
-"""Tasks through a cache: prompts to greedy tokens and log-likelihoods, and their scores."""
+"""Runs the examples of a task through a cache and averages their scores."""
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -13,48 +13,54 @@ from kvfold.evaluation.dense import DenseSession, inference
 from kvfold.evaluation.perplexity import max_positions, mean_and_se, vocabulary
 from kvfold.evaluation.reader import Reader
 from kvfold.evaluation.tasks import SCORES
-from kvfold.evaluation.tasks.base import Answer, Prompt, Task, decode
+from kvfold.evaluation.tasks.base import Prompt, Task, TaskAnswer, decode
 from kvfold.utils.progress import Report
 from kvfold.utils.tokens import check_ids, leading_tokens
 
 
 @dataclass(frozen=True)
 class Score:
-    """Mean over the `rows` that have the score, and its standard error."""
+    """The mean of a score over the examples that have it, and its standard error."""
 
     mean: float
     error: float
-    rows: int
+    num_examples: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskResult:
-    """Scores by name, generated `outputs`, and rows whose context lost tokens on its left."""
+    """The results of a file.
 
-    rows: int
+    truncated: examples whose context lost tokens on its left. outputs: generated texts. scores: by
+    name.
+    """
+
+    num_examples: int
     truncated: int
     outputs: tuple[str, ...]
     scores: Mapping[str, Score]
 
-    def flat(self) -> dict[str, float]:
-        """Means by name of the score, standard errors by that name and `_se`, rows, truncated."""
+    def summary(self) -> dict[str, float]:
+        """Plain values: `rows` (the number of examples), `truncated`, and by the name of a score
+        its mean, with `_se` appended its standard error."""
         means = {name: score.mean for name, score in self.scores.items()}
         errors = {f"{name}_se": score.error for name, score in self.scores.items()}
-        return {"rows": self.rows, "truncated": self.truncated, **means, **errors}
+        return {"rows": self.num_examples, "truncated": self.truncated, **means, **errors}
 
     def record(self) -> dict[str, Any]:
-        """Plain values: rows, truncated, outputs and every known score, else None."""
+        """The summary, the outputs, and None for the scores of other tasks."""
         names = [name for score in SCORES for name in (score, f"{score}_se")]
-        return {"outputs": self.outputs, **dict.fromkeys(names), **self.flat()}
+        return {"outputs": self.outputs, **dict.fromkeys(names), **self.summary()}
 
 
 def pooled(results: Sequence[TaskResult]) -> dict[str, float | None]:
-    """Every known score over the rows of all results; None where no row has it."""
+    """The mean of every score over the examples of all files; None if no example has it."""
     means: dict[str, float | None] = {}
     for name in SCORES:
-        found = [result.scores[name] for result in results if name in result.scores]
-        rows = sum(score.rows for score in found)
-        means[name] = sum(score.mean * score.rows for score in found) / rows if rows else None
+        scores = [result.scores[name] for result in results if name in result.scores]
+        total = sum(score.mean * score.num_examples for score in scores)
+        count = sum(score.num_examples for score in scores)
+        means[name] = total / count if count else None
     return means
 
 
@@ -67,12 +73,12 @@ def run_tasks(
     reader: Reader | None = None,
     progress: Report | None = None,
 ) -> TaskResult:
-    """Answer all `tasks`; a context is read in chunks, and compressed before its question, if it
-    has one, and its answer.
+    """Run all examples and score the answers.
 
-    reader: another cache than transformers'. A context that does not fit the model's positions
-    loses tokens on its left, after the tokenizer's `leading_tokens`. `progress(done, total)` counts
-    rows. Raises ValueError for an answer that alone does not fit.
+    A context is read in chunks, then compressed; question and answer follow. A context that does
+    not fit the model's positions loses tokens on its left, after the tokenizer's `leading_tokens`.
+    reader: of another cache than transformers'. progress: called with (examples done, all).
+    Raises ValueError if an answer alone does not fit.
     """
     reader = reader or Reader(partial(DenseSession, model, chunk))
     stops, limit = _stop_ids(model, tokenizer), max_positions(model)
@@ -82,45 +88,49 @@ def run_tasks(
     truncated = 0
     with inference(model):
         for index, task in enumerate(tasks):
-            asked = task.prompts(tokenizer)
-            for prompt in asked:
+            full = task.prompts(tokenizer)
+            for prompt in full:
                 check_ids(chain(prompt.context, prompt.question, *prompt.endings), size)
-            prompts = [_fit(prompt, limit, leading) for prompt in asked]
+            prompts = [_fit(prompt, limit, leading) for prompt in full]
             answers = [_answer(reader, prompt, stops) for prompt in prompts]
-            written = zip(prompts, answers, strict=True)
-            outputs += [decode(tokenizer, answer.tokens) for x, answer in written if x.num_new]
+            pairs = zip(prompts, answers, strict=True)
+            outputs += [decode(tokenizer, answer.tokens) for x, answer in pairs if x.num_new]
             for name, value in task.score(tokenizer, answers).items():
                 values[name].append(value)
-            truncated += prompts != asked
+            truncated += prompts != full
             if progress:
                 progress(index + 1, len(tasks))
-    scores = {name: Score(*mean_and_se(own), len(own)) for name in SCORES if (own := values[name])}
-    return TaskResult(rows=len(tasks), truncated=truncated, outputs=tuple(outputs), scores=scores)
+    scores = {name: Score(*mean_and_se(x), len(x)) for name in SCORES if (x := values[name])}
+    return TaskResult(
+        num_examples=len(tasks), truncated=truncated, outputs=tuple(outputs), scores=scores
+    )
 
 
-def _answer(reader: Reader, prompt: Prompt, stops: Collection[int | None]) -> Answer:
+def _answer(reader: Reader, prompt: Prompt, stops: Collection[int | None]) -> TaskAnswer:
     reader.prefill(prompt.context)
-    weighed = [reader.log_likelihood(ending) for ending in prompt.endings]
+    log_likelihoods = [reader.log_likelihood(ending) for ending in prompt.endings]
     tokens = reader.answer(prompt.question, prompt.num_new, stops) if prompt.num_new else []
-    return Answer(log_likelihoods=weighed, tokens=tokens)
+    return TaskAnswer(log_likelihoods=log_likelihoods, tokens=tokens)
 
 
 def _fit(prompt: Prompt, limit: int | None, leading: list[int]) -> Prompt:
-    """The prompt with as many last tokens of its context as leave room within `limit`, after the
-    `leading` tokens that it begins with."""
-    ids, room = prompt.context, prompt.room
+    """Truncate the context of a prompt on its left, behind its `leading` tokens, so that all fits
+    into `limit` positions (None: no limit)."""
+    ids, following = prompt.context, prompt.num_following
     if not ids:
         raise ValueError(
             "task: empty context, and the tokenizer puts no BOS token in front; give a context"
         )
-    if limit is None or len(ids) + room <= limit:
+    if limit is None or len(ids) + following <= limit:
         return prompt
-    left, kept = limit - room, leading if ids[: len(leading)] == leading else []
-    if left < len(leading) + 1:
+    available = limit - following
+    prefix = leading if ids[: len(leading)] == leading else []
+    if available < len(leading) + 1:
         raise ValueError(
-            f"task: an answer of {room} tokens, with its question, leaves no context in {limit}"
+            f"task: an answer of {following} tokens, with its question, leaves no context in"
+            f" {limit}"
         )
-    return replace(prompt, context=kept + ids[len(kept) - left :])
+    return replace(prompt, context=prefix + ids[len(prefix) - available :])
 
 
 def _stop_ids(model: PreTrainedModel, tokenizer: Any) -> set[int | None]:
