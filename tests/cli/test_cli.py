@@ -534,7 +534,7 @@ def test_compare_pairs_losses_with_a_row_that_is_named(plain, text, capsys):
     out = printed(capsys, "compare", plain, "--methods", "--bits 4; --bits 8", *options)
     said = " ".join(out.split())
     assert "loss increase over --bits 8 in nats" in said and "scored on all of" in said
-    assert "Numbers that are not packed take float32 in pages" in said
+    assert "Pages hold numbers that are not quantised in float32" in said
 
 
 def test_compare_puts_whole_methods_in_one_table(plain, text, tmp_path, capsys):
@@ -670,7 +670,7 @@ def test_prompts_that_were_cut_are_counted(plain, long_rows, text, tmp_path, cap
     assert (found["rows"], found["truncated"]) == (2, 1)
     options = ["--recipes", "lorc", "--keep", ".5", "--align", "1", "--text", text]
     out = printed(capsys, "compare", plain, *options, "--tasks", long_rows, "--json", target)
-    assert "1 of 2 prompts cut" in " ".join(out.split())
+    assert "1 of 2 prompts truncated" in " ".join(out.split())
     for row in json.loads(target.read_text())["rows"]:
         (scores,) = row["tasks"].values()
         assert (scores["rows"], scores["truncated"]) == (2, 1)

@@ -481,6 +481,16 @@ def test_table_shows_every_number_on_any_terminal(name, width):
     assert "3 MiB" in text
 
 
+def test_table_names_the_dtype_of_pages_that_are_wider_than_16_bits() -> None:
+    def shown(dtype: str | None) -> str:
+        console = Console(width=160, record=True, file=io.StringIO())
+        console.print(table([replace(ROW, pool_fraction=2.0, dtype=dtype)]))
+        return " ".join(console.export_text().split())
+
+    assert "bytes of fp32 pages" in shown("float32") and shown("float32").count("fp32") == 2
+    assert "fp" not in shown("bfloat16") and "fp" not in shown(None)
+
+
 def test_rows_survive_json():
     row = Row(**{**vars(ROW), "delta_nll": {"wiki": (0.1, math.nan)}, "needle": None})
     plain = json.loads(json.dumps(to_json([ROW, row]), allow_nan=False))
@@ -526,8 +536,8 @@ def test_conditions_say_what_was_scored_and_how() -> None:
     )
     assert conditions(what, [None, evicts], torch.float32, None) == (
         "wiki: scored on tokens 32 to 63 of 3 windows of 64, in every row, since some evict."
-        " Computed in float32. Numbers that are not packed take float32 in pages, 2 in the column"
-        " pool where 16-bit ones take 1."
+        " Computed in float32. Pages hold numbers that are not quantised in float32: 2 in the column"
+        " pool where a 16-bit model has 1."
     )
 
 

@@ -148,9 +148,10 @@ def compare(
     finally:
         shown = against(rows, baseline)
         step = compressors[0].align(align) if compressors else None
-        print_rows(shown, comparison.conditions(what, caches, loaded.dtype, step), baseline)
+        conditions = comparison.conditions(what, caches, loaded.dtype, step)
+        print_rows(shown, conditions, baseline)
     if html is not None:
-        write_html(html, model, shown)
+        write_html(html, model, shown, conditions, baseline)
 
 
 def check_baseline(baseline: str, methods: "Sequence[Method]") -> None:
@@ -224,7 +225,10 @@ def print_rows(rows: "Sequence[Row]", conditions: str = "", baseline: str = "ori
         Console().print(table(rows, conditions, baseline))
 
 
-def write_html(path: Path, model: str, rows: "Sequence[Row]") -> None:
+def write_html(
+    path: Path, model: str, rows: "Sequence[Row]", conditions: str = "", baseline: str = "original"
+) -> None:
+    """Write the table with what was scored, and the figures."""
     from kvfold.evaluation.compare import format_bytes
     from kvfold.evaluation.report import write_report
 
@@ -234,5 +238,13 @@ def write_html(path: Path, model: str, rows: "Sequence[Row]") -> None:
         ("full cache, a token at 16 bits", format_bytes(original.baseline_bytes_per_token)),
         ("windows measured", str(sum(len(items) for items in original.window_nll.values()))),
     ]
-    write_report(path, title=f"Recipes on {model}", summary=summary, rows=rows, ranks=None)
+    write_report(
+        path,
+        title=f"Recipes on {model}",
+        summary=summary,
+        rows=rows,
+        ranks=None,
+        conditions=conditions,
+        baseline=baseline,
+    )
     print(f"wrote {path}")

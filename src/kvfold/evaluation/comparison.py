@@ -1,4 +1,4 @@
-"""Many folds of one model, measured on the same windows, questions and tasks."""
+"""Compares methods of compression on one model, with the same windows, questions and tasks."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -24,10 +24,10 @@ ORIGINAL = "original"
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """One row: what a model is folded into, and how its tokens are stored.
+    """A row to measure: how a model is compressed, and how its cache stores tokens.
 
-    recipe: None: the model as it is. target: a keep, or a factor at which bits are planned. align:
-    of ranks. cache: None: transformers' own.
+    recipe: None: the model is not compressed. target: a keep, or a factor with planned bits. align:
+    ranks are multiples of it. cache: of the paged cache; None: transformers' cache.
     """
 
     name: str
@@ -38,11 +38,11 @@ class Method:
 
     @property
     def keep(self) -> float:
-        """The share asked for."""
+        """The requested share of the cache."""
         return self.target.keep or 1 / (self.target.factor or 1)
 
     def folded(self, prepared: Prepared) -> Any:
-        """A copy of the model that was prepared for `recipe`."""
+        """Fold a copy of the model that was prepared for `recipe`."""
         target = self.target
         if target.factor is None:
             return prepared.folded_copy(prepared.plan(self.keep, self.align))
@@ -60,8 +60,11 @@ def compare(
     progress: Progress | None = None,
     on_row: Callable[[Row], None] | None = None,
 ) -> list[Row]:
-    """The original model and every recipe at every keep, in the cache of `what`; as
-    `compare_methods`, of compressors that share a model and its text."""
+    """Measure the original model, and every recipe at every keep, in the cache of `what`.
+
+    compressors: one per recipe, with a shared model and calibration text. The rest is as in
+    `compare_methods`.
+    """
     methods = [
         Method(name=recipe.name, recipe=recipe, target=target, align=align, cache=what.cache)
         for recipe in (one.recipe for one in compressors)
@@ -90,12 +93,13 @@ def compare_methods(
     progress: Progress | None = None,
     on_row: Callable[[Row], None] | None = None,
 ) -> list[Row]:
-    """The original model and every method, with a compressor of each recipe.
+    """Measure the original model and every method.
 
-    All recipes read statistics of one pass over the same calibration text, or the ones given, or
-    those of a file. Where a method is on pages the original is too, without bits or eviction, and
-    where one evicts all are scored on the same tokens. `on_row` sees every row as soon as it is
-    measured; the model is left as it was. Raises ValueError for settings that cannot work.
+    compressors: one per recipe. statistics: of the calibration text, or their file; None: they are
+    measured in one pass that all recipes share. If a method runs on pages, the original does too,
+    without quantisation or eviction. If a method evicts, all are scored on the second half of every
+    window. on_row: called with each row as soon as it is measured. The model is not changed. Raises
+    ValueError for settings that cannot work.
     """
     caches = [method.cache for method in methods if method.cache is not None]
     what = replace(what, scored_from=scored_from([method.cache for method in methods], what))
@@ -108,8 +112,8 @@ def compare_methods(
         if on_row is not None:
             on_row(row)
 
-    whole = CacheConfig(page=caches[0].page, kv_bytes=caches[0].kv_bytes) if caches else None
-    original = measure(model, tokenizer, replace(what, cache=whole), progress, ORIGINAL)
+    uncompressed = CacheConfig(page=caches[0].page, kv_bytes=caches[0].kv_bytes) if caches else None
+    original = measure(model, tokenizer, replace(what, cache=uncompressed), progress, ORIGINAL)
     add(result_row(model, ORIGINAL, 1.0, original))
     by_recipe = {one.recipe: one for one in compressors}
     for recipe, group in groupby(methods, lambda method: method.recipe):
@@ -119,17 +123,19 @@ def compare_methods(
         preparing = time.perf_counter() - begin
         for method in group:
             begin = time.perf_counter()
-            found = model if prepared is None else method.folded(prepared)
+            folded = model if prepared is None else method.folded(prepared)
             seconds = preparing + time.perf_counter() - begin
             label = f"{method.name} {method.keep:g}"
-            measured = measure(found, tokenizer, replace(what, cache=method.cache), progress, label)
-            add(result_row(found, method.name, method.keep, measured, original, seconds))
+            measured = measure(
+                folded, tokenizer, replace(what, cache=method.cache), progress, label
+            )
+            add(result_row(folded, method.name, method.keep, measured, original, seconds))
     return rows
 
 
 def scored_from(caches: Sequence[CacheConfig | None], what: Measurement) -> int | None:
-    """The position in a window from which all rows are scored: its middle where a cache evicts, by
-    which time it has, and else as `what` says."""
+    """The position in a window from which all rows are scored: the middle if a cache evicts, which
+    happens before that token; otherwise that of `what`."""
     if not what.windows or not any(cache and cache.evict for cache in caches):
         return what.scored_from
     return int(next(iter(what.windows.values())).shape[1]) // 2
@@ -138,39 +144,40 @@ def scored_from(caches: Sequence[CacheConfig | None], what: Measurement) -> int 
 def conditions(
     what: Measurement, caches: Sequence[CacheConfig | None], dtype: torch.dtype, align: int | None
 ) -> str:
-    """What rows of `compare_methods` were scored on and how, in sentences. align: of ranks
+    """Say in sentences what the rows of `compare_methods` were scored on, and how. align: of ranks
     (None: nothing is folded)."""
-    found, start = [], scored_from(caches, what)
+    sentences, start = [], scored_from(caches, what)
     for name, ids in what.windows.items():
         count, length = ids.shape
         scored = f"all of {count} windows of {length} tokens"
         if start is not None:
             why = "in every row, since some evict"
             scored = f"tokens {start} to {length - 1} of {count} windows of {length}, {why}"
-        found.append(f"{name}: scored on {scored}.")
+        sentences.append(f"{name}: scored on {scored}.")
     kind = str(dtype).removeprefix("torch.")
     ranks = "" if align is None else f"; ranks are multiples of {align} unless bits are planned"
-    found.append(f"Computed in {kind}{ranks}.")
+    sentences.append(f"Computed in {kind}{ranks}.")
     if dtype.itemsize > 2 and any(cache is not None for cache in caches):
-        found.append(
-            f"Numbers that are not packed take {kind} in pages, {dtype.itemsize / 2:g} in the"
-            " column pool where 16-bit ones take 1."
+        sentences.append(
+            f"Pages hold numbers that are not quantised in {kind}: {dtype.itemsize / 2:g} in the"
+            " column pool where a 16-bit model has 1."
         )
-    return " ".join(found)
+    return " ".join(sentences)
 
 
 def compressors_of(
     model: Any, tokenizer: Any, recipes: Sequence[str], **settings: Any
 ) -> list[Compressor]:
-    """One a recipe. Raises ValueError naming a recipe that the model's family does not allow."""
-    found = []
+    """Build a compressor for each recipe. Raises ValueError that names a recipe which the model
+    does not allow."""
+    compressors = []
     for name in recipes:
         recipe = named.get(name)
         try:
-            found.append(Compressor(model, recipe, tokenizer, **settings))
+            compressors.append(Compressor(model, recipe, tokenizer, **settings))
         except ValueError as error:
             raise ValueError(f"recipe {name}: {error}") from None
-    return found
+    return compressors
 
 
 def result_row(
@@ -181,7 +188,7 @@ def result_row(
     original: Measured | None = None,
     seconds: float | None = None,
 ) -> Row:
-    """One row of the comparison; losses are paired with `original`'s, window by window."""
+    """Build a row of the table; its losses are paired with those of `original` by window."""
     deltas = {
         name: paired_difference(result, original.texts[name])
         for name, result in measured.texts.items()
@@ -199,4 +206,5 @@ def result_row(
         tasks={name: result.summary() for name, result in measured.tasks.items()} or None,
         seconds=seconds,
         window_nll={name: result.window_nll for name, result in measured.texts.items()},
+        dtype=str(model.dtype).removeprefix("torch."),
     )

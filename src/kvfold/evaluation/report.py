@@ -1,7 +1,7 @@
-"""One self-contained HTML file about a compression: numbers, figures, generated text.
+"""Writes a self-contained HTML report: numbers, figures and generated text.
 
-Figures are SVG inside the page. Matplotlib draws them in stand-in colours that become CSS variables
-here, so that the same figure follows the reader's light or dark mode.
+Figures are SVG inside the page. Matplotlib draws them in placeholder colours, which become CSS
+variables here, so that a figure follows the reader's light or dark mode.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ _VARIABLES = (
 _MARKERS = "osD^vPX"
 _MAX_LABELLED_CELLS = 400
 _LABEL = 0.245  # inches of a figure that a line's name takes
-_FLOOR = 0.1  # per cent of perplexity: what is less is drawn there
+_FLOOR = 0.1  # per cent of perplexity: smaller increases are drawn there
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankMap:
-    """Kept ranks: `ranks[row][layer]`, None where a layer has no such group.
+    """The kept ranks of all layers: `ranks[row][layer]`, None if a layer has no such group.
 
-    `labels_y` and `widths` (the full rank) have one entry a row, and so has `parts` ("keys",
-    "values"): rows of one part share a panel, and without parts all rows do.
+    labels_y, widths: the label and the full rank of each row. parts: "keys" or "values" of each
+    row; rows of one part share a panel. Empty: all rows share one.
     """
 
     labels_y: Sequence[str]
@@ -56,7 +56,7 @@ class RankMap:
 
 
 def check_installed() -> None:
-    """Raises ValueError if the packages that a report needs are missing."""
+    """Raise ValueError if the packages that a report needs are missing."""
     try:
         import jinja2  # noqa: F401
         import matplotlib  # noqa: F401
@@ -73,19 +73,23 @@ def write_report(
     rows: Sequence[Row],
     ranks: RankMap | None,
     intro: str = "",
+    baseline: str = "original",
+    conditions: str = "",
     spectra: Spectra | None = None,
     sizes: Sequence[Row] = (),
     prompt: str = "",
     examples: Sequence[tuple[str, str]] = (),
     frontier: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Write the report to `path`; its folder is created if need be.
+    """Write the report to `path`; its folder is created if it is missing.
 
-    `summary` holds headlines as (label, lines), the first line large; `sizes` rows for the figures
-    alone; `examples` what was written after `prompt`, as (title, text), compared with the first.
-    `spectra` maps a part ("keys") to one descending sequence a layer; each is divided by its first
-    value. `frontier` has the best rows with the `command` of each; one of them is the `knee`.
-    Raises ValueError if matplotlib or jinja2 is missing or `ranks` is ragged.
+    summary: headlines as (label, lines), the first line large. baseline: the row that losses are
+    paired with. conditions: sentences on what was scored and how, under the table. sizes: rows for
+    the figures alone. examples: texts that were generated after `prompt`, as (title, text); their
+    differences from the first are marked. spectra: by part ("keys"), a descending sequence per
+    layer, of which each is divided by its first value. frontier: the best rows with the `command`
+    of each; one of them is the `knee`. Raises ValueError if matplotlib or jinja2 is missing or
+    `ranks` is ragged.
     """
     check_installed()
     import jinja2
@@ -95,6 +99,8 @@ def write_report(
     html = page.render(
         title=title,
         intro=intro,
+        baseline=baseline,
+        conditions=conditions,
         summary=summary,
         rows=rows,
         compare=compare,
@@ -121,15 +127,15 @@ def write_report(
 
 
 def _compared(original: str, text: str) -> list[tuple[str, bool]]:
-    """Runs of words of `text`, with the space before them, and whether `original` lacks them."""
+    """Split `text` into pieces of words, each with whether `original` lacks it."""
     words = re.findall(r"\s*\S+", text)
-    found = difflib.SequenceMatcher(None, original.split(), text.split(), autojunk=False)
-    steps = found.get_opcodes()
+    matcher = difflib.SequenceMatcher(None, original.split(), text.split(), autojunk=False)
+    steps = matcher.get_opcodes()
     return [("".join(words[i:j]), kind != "equal") for kind, _, _, i, j in steps if i < j]
 
 
 def _figure(width: float, height: float) -> tuple[Figure, Axes]:
-    """Empty axes of the given size in inches, in the house look."""
+    """Create a figure of this size in inches, with empty axes in the style of all figures."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -146,7 +152,7 @@ def _figure(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def _svg(figure: Figure, name: str) -> dict[str, Any]:
-    """Figure as inline SVG markup, with its caption and the CSS pixels it may take."""
+    """Convert a figure to inline SVG markup, with its caption and its width in CSS pixels."""
     import matplotlib
     from markupsafe import Markup
 
@@ -159,7 +165,7 @@ def _svg(figure: Figure, name: str) -> dict[str, Any]:
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)
     svg = re.sub(r"#0[123]0[123][0-9a-f]{2}", lambda hit: f"var(--{_VARIABLES[hit[0]]})", svg)
     width = figure.get_figwidth()
-    # A wide figure takes a row of its own and on a phone scrolls, so that its text stays legible.
+    # A wide figure takes the full width and scrolls on a phone, so that its text stays legible.
     wide = width > 6
     style = f"min-width:{80 * width * wide:.0f}px;max-width:{112 * width:.0f}px"
     return {"svg": Markup(svg), "name": name, "style": style, "wide": wide}
@@ -169,13 +175,13 @@ Lines = dict[str, list[tuple[float, float, float]]]
 
 
 def _points(rows: Sequence[Row], text: str) -> Lines:
-    """Per recipe the (kept fraction, per cent more perplexity, standard error) on `text`, by kept
-    fraction."""
+    """For each recipe, points (kept fraction, per cent more perplexity, standard error) on `text`,
+    by ascending kept fraction."""
     return _lines(((row, row.kept_fraction) for row in rows), text)
 
 
 def _times(rows: Sequence[Row], text: str) -> Lines:
-    """The same by predicted milliseconds of a decode step, of rows that have them."""
+    """The same against the predicted milliseconds of a decode step, of rows that have them."""
     return _lines(((row, row.step_ms) for row in rows if row.step_ms is not None), text)
 
 
@@ -192,8 +198,8 @@ def _lines(places: Iterable[tuple[Row, float]], text: str) -> Lines:
 def _loss_figure(
     rows: Sequence[Row], text: str, frontier: Sequence[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
-    """Perplexity increase against kept fraction, a line a recipe; what is below _FLOOR sits on it.
-    The knee of a frontier is a dotted line."""
+    """Draw the perplexity increase against the kept fraction, a line per recipe. Increases below
+    _FLOOR are drawn there; the knee of a frontier is a dotted line."""
     figure, axes = _loss_axes(rows, text, _points(rows, text), "kept fraction of the cache")
     for point in frontier:
         if point["knee"]:
@@ -202,7 +208,8 @@ def _loss_figure(
 
 
 def _step_figure(rows: Sequence[Row], text: str) -> dict[str, Any]:
-    """Perplexity increase against the predicted time of a decode step; the original's is dotted."""
+    """Draw the perplexity increase against the predicted time of a decode step. A dotted line is
+    the original's time."""
     figure, axes = _loss_axes(rows, text, _times(rows, text), "predicted ms of a decode step")
     if (whole := rows[0].step_ms) is not None:
         axes.axvline(whole, color=_MUTED, linestyle=":", linewidth=1)
@@ -210,7 +217,7 @@ def _step_figure(rows: Sequence[Row], text: str) -> dict[str, Any]:
 
 
 def _loss_axes(rows: Sequence[Row], text: str, lines: Lines, label: str) -> tuple[Any, Axes]:
-    """A figure of perplexity increases, a line a recipe, in the colours that `rows` give them."""
+    """Draw perplexity increases, a line per recipe; colours follow the order of `rows`."""
     height = max(3.7, _LABEL * len(lines))
     figure, axes = _figure(4.6, height)
     order = list(dict.fromkeys(row.recipe for row in rows if row.delta_nll))
@@ -231,7 +238,7 @@ def _loss_axes(rows: Sequence[Row], text: str, lines: Lines, label: str) -> tupl
 
 def _draw_line(axes: Axes, index: int, points: Sequence[tuple[float, ...]]) -> None:
     color = _SERIES[index % len(_SERIES)]
-    x = [kept for kept, _, _ in points]
+    x = [place for place, _, _ in points]
     y = [max(mean, _FLOOR) for _, mean, _ in points]
     bars = [0.0 if math.isnan(se) or mean < _FLOOR else se for _, mean, se in points]
     below = [min(bar, value - _FLOOR) for bar, value in zip(bars, y, strict=True)]
@@ -245,28 +252,28 @@ def _draw_line(axes: Axes, index: int, points: Sequence[tuple[float, ...]]) -> N
 def _label_ends(
     axes: Axes, ends: Mapping[str, tuple[int, tuple[float, float, float]]], gap: float
 ) -> None:
-    """Recipe names right of the axes, moved apart by `gap` of their height, each tied to its line's
-    last point."""
+    """Write recipe names right of the axes, at least `gap` of the height apart, each connected to
+    the last point of its line."""
     low, high = (math.log(limit) for limit in axes.get_ylim())
     right = axes.get_xlim()[1]
     order = sorted(ends, key=lambda name: ends[name][1][1])
     wanted = [(math.log(max(ends[name][1][1], _FLOOR)) - low) / (high - low) for name in order]
     for name, place in zip(order, spread(wanted, gap), strict=True):
-        index, (kept, mean, _) = ends[name]
+        index, (end, mean, _) = ends[name]
         color = _SERIES[index % len(_SERIES)]
         height = math.exp(low + place * (high - low))
         step = (right - axes.get_xlim()[0]) * 0.05
-        tie = [kept, right, right + step], [max(mean, _FLOOR), height, height]
+        tie = [end, right, right + step], [max(mean, _FLOOR), height, height]
         axes.plot(*tie, color=color, linewidth=0.8, clip_on=False, alpha=0.6)
         axes.text(right + step * 1.3, height, name, color=_INK, size=9, va="center")
     axes.set_xlim(axes.get_xlim()[0], right)
 
 
 def spread(places: Sequence[float], gap: float) -> list[float]:
-    """Ascending `places` moved to be `gap` apart, clusters staying centred, in [0, 1] if they fit.
+    """Move ascending `places` at least `gap` apart, in [0, 1] if they fit, with clusters centred.
 
-    Less i * gap, places `gap` apart only have to ascend: the mean of running maximum and reverse
-    running minimum does.
+    After i * gap is subtracted from place i, they only have to ascend, as the mean of the running
+    maximum and the reverse running minimum does.
     """
     free = [place - i * gap for i, place in enumerate(places)]
     raised = itertools.accumulate(free, max)
@@ -277,12 +284,12 @@ def spread(places: Sequence[float], gap: float) -> list[float]:
 
 
 def _rank_figures(ranks: RankMap) -> list[dict[str, Any]]:
-    """One heat map a part: kept rank over full width, layers across and groups down."""
+    """Draw a heat map per part: kept rank over full width, layers across and groups down."""
     parts = ranks.parts or ["all groups"] * len(ranks.labels_y)
     sizes = {len(ranks.labels_y), len(ranks.ranks), len(ranks.widths), len(parts)}
     if len(sizes) != 1 or len({len(row) for row in ranks.ranks}) != 1:
         raise ValueError(f"ranks: labels_y, ranks, widths and parts differ in length ({sizes})")
-    members = {part: [i for i, own in enumerate(parts) if own == part] for part in parts}
+    members = {part: [i for i, other in enumerate(parts) if other == part] for part in parts}
     return [_rank_figure(ranks, part, rows) for part, rows in members.items()]
 
 
@@ -291,8 +298,8 @@ def _rank_figure(ranks: RankMap, part: str, members: Sequence[int]) -> dict[str,
     from numpy import array
 
     num_layers = len(ranks.ranks[0])
-    kept = array([ranks.ranks[i] for i in members], dtype=float)  # None becomes NaN
-    shares = kept / array([[ranks.widths[i]] for i in members])
+    kept_ranks = array([ranks.ranks[i] for i in members], dtype=float)  # None becomes NaN
+    shares = kept_ranks / array([[ranks.widths[i]] for i in members])
     figure, axes = _figure(max(3.6, 1.0 + 0.4 * num_layers), 0.75 + 0.34 * len(members))
     cells = axes.pcolormesh(shares, cmap=ListedColormap(_STEPS), vmin=0, vmax=1)
     cells.set(edgecolor=_PAPER, linewidth=1.2)
@@ -312,7 +319,7 @@ def _rank_figure(ranks: RankMap, part: str, members: Sequence[int]) -> dict[str,
 
 
 def _spectrum_figure(part: str, curves: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """Each layer's spectrum over its first value, from the first layer (pale) to the last."""
+    """Draw each layer's spectrum over its first value, from the first layer (pale) to the last."""
     figure, axes = _figure(4.6, 3.2)
     for layer, curve in enumerate(curves):
         x = [(i + 1) / len(curve) for i in range(len(curve))]
@@ -326,7 +333,7 @@ def _spectrum_figure(part: str, curves: Sequence[Sequence[float]]) -> dict[str, 
 
 
 def _css() -> str:
-    """Style sheet with the palette of either mode (Okabe and Ito's hues; one blue ramp)."""
+    """Return the style sheet with a palette per mode (Okabe and Ito's hues; one blue ramp)."""
     light = _palette(
         "#1b1f24 #5b6570 #d9dee4 #ffffff #f5f7f9 #0072b2",
         "#0072b2 #d55e00 #009e73 #a0468a #c98a00 #3f9fd8 #6b7280",
@@ -343,7 +350,7 @@ def _css() -> str:
 
 
 def _palette(roles: str, series: str, ramp: str) -> dict[str, str]:
-    """CSS variables of one mode; the heat ramp runs in equal steps through its three colours."""
+    """Return the CSS variables of a mode; the ramp has equal steps through three colours."""
     names = ("ink", "muted", "line", "paper", "panel", "accent")
     colors = dict(zip(names, roles.split(), strict=True))
     colors |= {f"s{i}": color for i, color in enumerate(series.split())}
