@@ -22,7 +22,7 @@ from kvfold.compression.training.recover import check_steps
 from kvfold.compression.work import check_disk, work_of
 from kvfold.config import Prefer, Ratios, Recipe, check_types
 from kvfold.evaluation import scores
-from kvfold.evaluation.answers import Answer, check_answer
+from kvfold.evaluation.answers import ReferenceAnswer, check_answer
 from kvfold.evaluation.budget import search_keep
 from kvfold.evaluation.comparison import compressors_of
 from kvfold.evaluation.fastest import TRIED, search_fastest
@@ -232,7 +232,7 @@ def compress_fastest(
             source.model, source.tokenizer, list(TRIED), saved=files.saved, **settings.text
         )
         settings.announce(compressors[0], source.stored)
-        answer = Answer.of(source.model, source.tokenizer, source.stored) if check else None
+        answer = ReferenceAnswer.of(source.model, source.tokenizer, source.stored) if check else None
         best = search_fastest(compressors, target.limit, load, say=report, progress=progress)
         size = {"ratio": best.ratio, "align": None, "factor": best.factor, "prefer": best.prefer}
         provenance = {"model": model, **asdict(target), **size, "chosen": f"{best}, at {load}"}
@@ -417,7 +417,7 @@ def _fold(source: _Source, choice: _Choice, settings: _Settings, files: OutputFi
     settings.announce(compressor, source.stored)
     answer = None
     if settings.check and settings.output is not None:
-        answer = Answer.of(model, tokenizer, source.stored)
+        answer = ReferenceAnswer.of(model, tokenizer, source.stored)
     predicted = _fold_to_size(compressor, choice, settings, source.words)
     finish(
         compressor,
@@ -495,7 +495,7 @@ def announce(
 def finish(
     compressor: Compressor,
     predicted: float | None,
-    answer: Answer | None,
+    answer: ReferenceAnswer | None,
     *,
     learn_scores: bool = False,
     folder: Path | None = None,

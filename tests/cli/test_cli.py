@@ -546,7 +546,8 @@ def test_compare_puts_whole_methods_in_one_table(plain, text, tmp_path, capsys):
     )
     options = ["--methods", methods, "--text", text, "--calib-tokens", 2048, "--stats", stats]
     out = printed(capsys, "compare", plain, *options, "--json", tmp_path / "a", "--html", html)
-    assert "pool" in out and "KIVI 2 bits" in out and "pages" in html.read_text()
+    assert "pool" in out and "fp32" in out and "KIVI 2 bits" in out
+    assert "pages, fp32" in html.read_text() and "scored on tokens 64 to 127" in html.read_text()
     result = json.loads((tmp_path / "a").read_text())
     rows = {row["recipe"]: row for row in result["rows"]}
     assert list(rows) == ["original", *(name.strip() for name in methods.split(";"))]

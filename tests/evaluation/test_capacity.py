@@ -56,7 +56,7 @@ def test_so_many_requests_run_at_once(tiny, name: str) -> None:
         max_tokens=tokens + outputs,
         max_sequences=200,
     )
-    rate = 1 if name == "16 bits" else (tokens + outputs) / found.kept
+    rate = 1 if name == "16 bits" else (tokens + outputs) / found.num_kept
     row = measure(llm, tokens, rate, requests=2 * found.requests, outputs=outputs, seed=0)
     assert 0.8 * found.requests <= row.largest_batch <= 1.3 * found.requests
     assert row.preemptions == 0
@@ -65,8 +65,8 @@ def test_so_many_requests_run_at_once(tiny, name: str) -> None:
 def test_rooms_shrink_and_grow_as_they_must() -> None:
     whole, few = of(CACHES["16 bits"]), of(CACHES["eviction"])
     assert whole.room(512).requests > whole.room(1024).requests > 0
-    assert few.room(1024).kept == 256 and few.room(1024).requests > whole.room(1024).requests
-    assert few.kept(8) == 8  # what a policy protects, at most what there is
+    assert few.room(1024).num_kept == 256 and few.room(1024).requests > whole.room(1024).requests
+    assert few.num_kept(8) == 8  # what a policy protects, at most what there is
     cache = CacheConfig(evict="kvzip-keys", keep_tokens=0.25)
     alike, repaired = of(cache), of(replace(cache, repair=True))
     assert repaired.pool == alike.pool

@@ -536,8 +536,8 @@ def test_conditions_say_what_was_scored_and_how() -> None:
     )
     assert conditions(what, [None, evicts], torch.float32, None) == (
         "wiki: scored on tokens 32 to 63 of 3 windows of 64, in every row, since some evict."
-        " Computed in float32. Pages hold numbers that are not quantised in float32: 2 in the column"
-        " pool where a 16-bit model has 1."
+        " Computed in float32. Pages hold numbers that are not quantised in float32: 2 in the"
+        " column pool where a 16-bit model has 1."
     )
 
 

@@ -11,7 +11,7 @@ from kvfold.config import CacheConfig
 from kvfold.engine.runner.build import build_runner
 from kvfold.evaluation import ruler
 from kvfold.evaluation.paged import PagedSession
-from kvfold.evaluation.scores import LEAST, TEACHER, Sums, learn_scores, readings
+from kvfold.evaluation.scores import LEAST, TEACHER, RegressionSums, learn_scores, readings
 from kvfold.hub.checkpoint import mark
 from kvfold.hub.loading import load_tokenizer
 from kvfold.layout.pages import plain_spec
@@ -42,7 +42,7 @@ def metrics_of(session: PagedSession):
 def test_a_ridge_regression_finds_the_map() -> None:
     x, wanted = torch.randn(400, 6).double(), torch.randn(3, 7).double()
     ones = torch.cat((x, torch.ones(400, 1)), 1)
-    sums = Sums(torch.zeros(7, 7).double(), torch.zeros(7, 3).double())
+    sums = RegressionSums(torch.zeros(7, 7).double(), torch.zeros(7, 3).double())
     for part in ones.split(150):
         sums.add(part, part @ wanted.mT)
     torch.testing.assert_close(sums.solved(), wanted, rtol=1e-2, atol=1e-2)

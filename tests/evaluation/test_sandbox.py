@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvfold.evaluation.suites.sandbox import Limits, check_runs, run_program, run_programs
+from kvfold.evaluation.suites.sandbox import ProgramLimits, check_runs, run_program, run_programs
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits and /proc are Linux's")
-SHORT = Limits(cpu_seconds=1, wall_seconds=4)
+SHORT = ProgramLimits(cpu_seconds=1, wall_seconds=4)
 FREEZE = """
 import ctypes
 libc = ctypes.CDLL(None)

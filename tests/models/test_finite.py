@@ -15,7 +15,7 @@ from kvfold.config import CacheConfig
 from kvfold.engine.runner import trial
 from kvfold.engine.runner.build import build_runner
 from kvfold.evaluation import answers
-from kvfold.evaluation.answers import Answer, check_answer
+from kvfold.evaluation.answers import ReferenceAnswer, check_answer
 from kvfold.hub.checkpoint import mark
 from kvfold.layout.pages import plain_spec
 from kvfold.models.families import family_of
@@ -134,7 +134,7 @@ def test_probe_ids_are_tokens_of_the_model() -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_model_that_keeps_all_answers_as_before(name: str) -> None:
     model = tiny(name)
-    answer = Answer.of(model, None)
+    answer = ReferenceAnswer.of(model, None)
     assert len(answer.tokens) == answers.FEW
     spec = plain_spec(family_of(model.config).geometry(model.config))
     fold_plain(model, spec)
@@ -146,7 +146,7 @@ def test_a_model_that_keeps_all_answers_as_before(name: str) -> None:
 
 def test_the_answer_is_the_originals_greedy_one() -> None:
     model = kvfold.reference("gqa")
-    answer = Answer.of(model, kvfold.hub.loading.load_tokenizer("reference:gqa"))
+    answer = ReferenceAnswer.of(model, kvfold.hub.loading.load_tokenizer("reference:gqa"))
     ids = torch.tensor([answer.prompt])
     want = model.generate(ids, max_new_tokens=answers.FEW, do_sample=False, pad_token_id=0)
     assert want[0, len(answer.prompt) :].tolist() == list(answer.tokens)
@@ -194,7 +194,7 @@ def test_a_prediction_that_is_too_high_hides_no_kernel(monkeypatch) -> None:
     model = tiny("llama-gqa")
     with torch.no_grad():
         model.lm_head.weight.mul_(20)  # tokens that are sure of themselves
-    answer = Answer.of(model, None)
+    answer = ReferenceAnswer.of(model, None)
     spec = plain_spec(family_of(model.config).geometry(model.config))
     fold_plain(model, spec)
     mark(model, spec, {})
@@ -236,9 +236,9 @@ def test_a_model_that_overflows_as_it_is_to_be_stored() -> None:
     model = overflowing(1).float()
     before = model.dtype
     with pytest.raises(ValueError, match=r"the attention of layer 1 gives .* in float16"):
-        Answer.of(model, None, torch.float16)
+        ReferenceAnswer.of(model, None, torch.float16)
     assert model.dtype is before
-    Answer.of(model, None)
+    ReferenceAnswer.of(model, None)
 
 
 def test_rounding_is_undone() -> None:

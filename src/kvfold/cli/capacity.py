@@ -94,10 +94,10 @@ def capacity(
             "share": share,
             "gpu_bytes": estimate.gpu_bytes,
             "cache": asdict(cache),
-            "beside": {name: [asdict(room) for room in x] for name, x in others.items()},
+            "beside": {name: [room.record() for room in x] for name, x in others.items()},
             "weight_bytes": estimate.weights,
             "pool_bytes": estimate.pool,
-            "rows": [asdict(room) for room in rooms],
+            "rows": [room.record() for room in rooms],
         }
         write_json(json, record)
 
@@ -151,7 +151,7 @@ def show(estimate: "Capacity", rooms: "list[Room]", others: "dict[str, list[Room
             table.add_row(
                 cache,
                 str(room.context),
-                str(room.kept),
+                str(room.num_kept),
                 f"{room.request_bytes / 2**20:.1f}",
                 str(room.requests),
                 "-" if room.step_ms is None else f"{room.step_ms:.1f}",

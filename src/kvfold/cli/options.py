@@ -41,15 +41,11 @@ ModelOrMaps = Annotated[
 ]
 Files = Annotated[tuple[Path, ...], Parameter(consume_multiple=1, negative="", show_default=False)]
 TaskFiles = Annotated[
-<<<<<<< HEAD
     Files,
     Parameter(
         help="Files with one task per line (.jsonl, .xz, .gz), as JSON with the fields"
-        f" {LEGAL_ROWS}."
+        f" {LEGAL_EXAMPLES}."
     ),
-=======
-    Files, Parameter(help=f"Files of tasks, one a line: {LEGAL_EXAMPLES} (.jsonl, .xz, .gz).")
->>>>>>> 997b3c6 (Test and document tasks and suites from their registries)
 ]
 RecipeName = Annotated[
     str | None,

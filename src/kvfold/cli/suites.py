@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from kvfold.evaluation.suites.run import SuiteResult
 
 TITLES = ", ".join(f"{name} ({suite.title})" for name, suite in SUITES.items())
-LENGTHS = ", ".join(f"{suite.max_new_tokens} of {name}" for name, suite in SUITES.items())
 Names = Annotated[tuple[str, ...], Parameter(consume_multiple=1, negative="", show_default=False)]
 EngineName = Annotated[
     Literal["kvfold", "vllm"],
@@ -49,15 +48,11 @@ class SuiteFlags:
         None, "Ask only this many questions of each suite, the first ones.", least=1
     )
     suite_tokens: int | None = setting(
-<<<<<<< HEAD
         None,
         "Most tokens of an answer; by default "
         + ", ".join(f"{x.max_new_tokens} for {name}" for name, x in SUITES.items())
         + ".",
         least=1,
-=======
-        None, f"Most tokens of an answer; by default {LENGTHS}.", least=1
->>>>>>> 997b3c6 (Test and document tasks and suites from their registries)
     )
     against: str | None = setting(
         None,

@@ -1,8 +1,8 @@
-"""Does a compressed model answer as its original does? A last check before it is saved.
+"""Checks, before a compressed model is saved, that it answers like the original.
 
-The original's greedy tokens are read again by the compressed model, one by one through an engine's
-cache, in the dtype that the checkpoint will have. What counts is the divergence KL(original ||
-compressed) in nats a token, which is what plans predict. Shapes: N tokens, V tokens of the
+The compressed model reads the original's greedy tokens one by one through the engine's cache, in
+the dtype of the checkpoint. What is compared is the divergence KL(original || compressed) in nats
+per token, which is what plans predict. Shapes: N tokens, V tokens of the
 vocabulary.
 """
 
@@ -30,20 +30,20 @@ from kvfold.utils.text import packaged
 from kvfold.utils.tokens import check_ids, encode_start
 
 TOKENS = 64  # of an answer
-TOY, FEW = 2**25, 8  # parameters of a model that is for tests, and tokens of its answer
+TOY, FEW = 2**25, 8  # smaller models are for tests: tokens of their answer
 PROMPT = 32  # tokens of a prompt that is not a chat
-LONGEST = 1024  # tokens that a cache has room for
-PLAN = 10.0  # so many times the predicted loss is lost at most: small models are far from it
-ENGINE = 4.0  # the same of what transformers loses, whose cache rounds no numbers to few bits
-BITS = 0.25  # nats a token of a prediction that few bits may lose: it counts a first token too much
-FLOOR = 0.25  # nats a token beyond that, for few tokens and numbers of 16 bits
+LONGEST = 1024  # most tokens of the cache
+PLAN = 10.0  # most divergence over the predicted loss: small models differ much
+ENGINE = 4.0  # the same over the divergence in transformers, whose cache does not quantise
+BITS = 0.25  # most nats/token of a prediction to allow for: it overrates first tokens
+FLOOR = 0.25  # nats/token beyond that, for few tokens and 16-bit rounding
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Answer:
-    """What an original model answered to a prompt: tokens [N], and the logits [N, V] that each was
-    the largest of, fp32 on the host. dtype: of the weights of what is checked against it; None: in
-    the dtype that it has."""
+class ReferenceAnswer:
+    """The original model's greedy answer to a prompt: N tokens, and the logits [N, V] before each,
+    fp32 on the CPU. dtype: of the weights of the compressed model that is compared; None: its
+    own."""
 
     prompt: Sequence[int]
     tokens: Sequence[int]
@@ -51,10 +51,10 @@ class Answer:
     dtype: torch.dtype | None
 
     @classmethod
-    def of(cls, model: Any, tokenizer: Any, dtype: torch.dtype | None = None) -> "Answer":
-        """The greedy answer of a model to a short packaged prompt, in its chat template if it has
-        one. Tokens that end a text end nothing here. Raises ValueError for a model that overflows
-        in `dtype`, naming the layer."""
+    def of(cls, model: Any, tokenizer: Any, dtype: torch.dtype | None = None) -> "ReferenceAnswer":
+        """Generate a model's answer to a short packaged prompt, in its chat template if it has one.
+        End-of-text tokens do not end it. Raises ValueError that names the layer if the model
+        overflows in `dtype`."""
         use_triton(model.device.type)
         if dtype not in (None, model.dtype):
             with rounded(model, dtype):
@@ -62,27 +62,27 @@ class Answer:
         count = FEW if model.num_parameters() < TOY else TOKENS
         most = max_positions(model) or LONGEST
         prompt = _prompt(model, tokenizer)[-(most - count) :]
-        tokens, found = list[int](), list[Tensor]()
+        tokens, steps = list[int](), list[Tensor]()
         with inference(model), DenseSession(model) as session:
             logits = session.read(prompt)
             for _ in range(count):
-                found.append(logits.float().cpu())
+                steps.append(logits.float().cpu())
                 tokens.append(int(logits.argmax()))
                 if len(tokens) < count:
                     logits = session.read(tokens[-1:])
-        return cls(prompt=prompt, tokens=tokens, logits=torch.stack(found), dtype=dtype)
+        return cls(prompt=prompt, tokens=tokens, logits=torch.stack(steps), dtype=dtype)
 
     @property
     def read(self) -> list[int]:
-        """All tokens that something else is read behind."""
+        """The tokens to feed: all but the last."""
         return [*self.prompt, *self.tokens[:-1]]
 
     def divergence(self, logits: Tensor) -> float:
-        """Mean KL(original || other) of other logits [N, V], nats a token."""
-        own, other = (x.double().log_softmax(-1) for x in (self.logits, logits.cpu()))
-        # Tokens that can never come have -inf in both.
-        terms = own.exp() * (own - other)
-        return float(terms.where(own > -torch.inf, 0.0).sum(-1).mean())
+        """Mean KL(original || other) of another model's logits [N, V], in nats per token."""
+        original, other = (x.double().log_softmax(-1) for x in (self.logits, logits.cpu()))
+        # Impossible tokens have -inf in both.
+        terms = original.exp() * (original - other)
+        return float(terms.where(original > -torch.inf, 0.0).sum(-1).mean())
 
 
 def _prompt(model: Any, tokenizer: Any) -> list[int]:
@@ -97,29 +97,29 @@ def _prompt(model: Any, tokenizer: Any) -> list[int]:
     return ids
 
 
-def check_answer(model: Any, answer: Answer, predicted: float | None) -> float:
-    """The divergence of a folded model's answer from the original's, nats a token. The model stays
-    as it is.
+def check_answer(model: Any, answer: ReferenceAnswer, predicted: float | None) -> float:
+    """Return the divergence of a folded model from the original's answer, in nats per token. The
+    model is not changed.
 
-    predicted: nats a token that its plan expects, None where it has no prediction. Raises
-    ValueError where the divergence exceeds FLOOR by more than PLAN times the prediction, or ENGINE
-    times what the same model loses in transformers' cache, or where logits are not finite. A model
-    whose rows have two widths has neither bound, and must be better than a guess.
+    predicted: nats per token that its plan expects; None if it has no prediction. Raises ValueError
+    if the divergence exceeds FLOOR by more than PLAN times the prediction, or ENGINE times the
+    divergence of the same model in transformers' cache, or if logits are not finite. A model with
+    low-rank entries has neither bound, and must be better than a random guess.
     """
     with rounded(model, answer.dtype), inference(model):
-        found = answer.divergence(_through_cache(model, answer))
+        divergence = answer.divergence(_through_cache(model, answer))
         limit = _limit(model, answer, predicted)
-    if found <= limit:
-        return found
+    if divergence <= limit:
+        return divergence
     raise SettingError(
-        f"the compressed model answers otherwise than the original: {found:.2f} nats a token over "
-        f"{len(answer.tokens)} tokens, where its recipe and size explain {limit:.2f} at most; "
-        "nothing was saved. Try a larger cache, another recipe or another dtype; `check=False` "
+        f"the compressed model answers otherwise than the original: {divergence:.2f} nats a token"
+        f" over {len(answer.tokens)} tokens, where its recipe and size explain {limit:.2f} at most;"
+        " nothing was saved. Try a larger cache, another recipe or another dtype; `check=False` "
         "saves it all the same"
     )
 
 
-def _limit(model: Any, answer: Answer, predicted: float | None) -> float:
+def _limit(model: Any, answer: ReferenceAnswer, predicted: float | None) -> float:
     spec = spec_of(model)
     if spec is not None and spec.hybrid is not None:
         return log(answer.logits.shape[1])
@@ -129,16 +129,16 @@ def _limit(model: Any, answer: Answer, predicted: float | None) -> float:
     return FLOOR + min(PLAN * predicted, ENGINE * max(dense, min(predicted, BITS)))
 
 
-def _dense(model: Any, answer: Answer) -> Tensor:
-    """Logits [N, V] of a model in transformers."""
+def _dense(model: Any, answer: ReferenceAnswer) -> Tensor:
+    """Compute logits [N, V] in transformers without a cache."""
     ids = torch.tensor([answer.read], device=model.device)
     logits: Tensor = model(input_ids=ids, use_cache=False).logits
     return logits[0, -len(answer.tokens) :].float()
 
 
-def _through_cache(model: Any, answer: Answer) -> Tensor:
-    """The same of an engine, token by token; in transformers for a model that no engine serves.
-    Raises ValueError naming the first part whose outputs are not finite."""
+def _through_cache(model: Any, answer: ReferenceAnswer) -> Tensor:
+    """Compute logits [N, V] token by token in the engine; in transformers if the engine does not
+    serve the model. Raises ValueError that names the first module whose outputs are not finite."""
     if not fixed_rope(model.config):
         return _dense(model, answer)
     most = min(LONGEST, max_positions(model) or LONGEST)

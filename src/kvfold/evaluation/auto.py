@@ -1,4 +1,4 @@
-"""`auto`: the eviction policy that keeps most on the model at hand, measured before it is used."""
+"""Chooses the eviction policy for `evict="auto"` by measuring candidates on the model."""
 
 import math
 from dataclasses import dataclass, replace
@@ -14,15 +14,15 @@ from kvfold.utils.progress import Progress
 from kvfold.utils.text import packaged
 
 CANDIDATES = ("kvzip", "kvzip-keys", "compactor", "keydiff-all", "kv-compress")
-LENGTH, MORE = 512, 128  # tokens that are read and evicted, and that come after them
+LENGTH, MORE = 512, 128  # tokens before the eviction, and tokens that are scored after it
 CONTEXTS, FACTS, WINDOWS = 4, 4, 4
-NEAR = 0.1  # shares of right answers that tell no policies apart: two standard errors and less
+NEAR = 0.1  # smaller differences in right answers are within two standard errors
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What a policy keeps: the share of right answers about a context that was compressed before
-    anyone asked, and nats a token lost on the text that follows one."""
+    """A policy's result. right: share of right answers to questions that come after the context was
+    compressed. lost: increase in cross-entropy (nats/token) on the text after a context."""
 
     policy: str
     right: float
@@ -30,9 +30,9 @@ class Trial:
 
 
 def best_policy(model: Any, tokenizer: Any, **settings: Any) -> str:
-    """The name of the policy for `LLM(model, evict=...)`, as `choose` finds it.
+    """Measure the candidates and return the policy for `LLM(model, evict=...)`, as `choose` does.
 
-    settings: fields of `CacheConfig`; keep_tokens or max_cache_tokens say how much is kept. Raises
+    settings: fields of `CacheConfig`, with keep_tokens or max_cache_tokens as the budget. Raises
     ValueError for settings that contradict each other or the model.
     """
     cache = CacheConfig(evict=AUTO, **settings)
@@ -41,21 +41,22 @@ def best_policy(model: Any, tokenizer: Any, **settings: Any) -> str:
     return choose(trials(model, tokenizer, cache))
 
 
-def choose(found: list[Trial]) -> str:
-    """Of the policies that answer about as well as the best, the one that costs least loss."""
-    most = max(x.right for x in found)
-    return min((x for x in found if x.right >= most - NEAR), key=lambda x: x.lost).policy
+def choose(results: list[Trial]) -> str:
+    """Return the policy of least loss among those whose answers are about as good as the best."""
+    most = max(x.right for x in results)
+    return min((x for x in results if x.right >= most - NEAR), key=lambda x: x.lost).policy
 
 
 def trials(
     model: Any, tokenizer: Any, cache: CacheConfig, progress: Progress | None = None
 ) -> list[Trial]:
-    """Every one of `candidates`, to the budget of `cache`, on RULER's keys in packaged prose and on
-    packaged calibration text: some 6,000 tokens through the model for each, and for none.
+    """Measure each of `candidates` at the budget of `cache`, on RULER's keys in packaged prose and
+    on packaged calibration text. Each takes about 6,000 tokens through the model, as does the
+    uncompressed cache.
     """
-    kept = cache.max_cache_tokens or 0
+    num_kept = cache.max_cache_tokens or 0
     most = (max_positions(model) or math.inf) - MORE
-    length = int(min(max(LENGTH, 4 * kept), most))
+    length = int(min(max(LENGTH, 4 * num_kept), most))
     texts = {"calibration": packaged("calibration.txt")}
     ctx = length + MORE
     what = Measurement(
@@ -71,18 +72,20 @@ def trials(
 
     def measured(evict: str | None) -> Measured:
         config = replace(cache, evict=evict) if evict else bare
-        return measure(model, tokenizer, replace(what, cache=config), progress, evict or "all rows")
+        return measure(
+            model, tokenizer, replace(what, cache=config), progress, evict or "all tokens"
+        )
 
-    whole = measured(None).texts["calibration"]
-    return [_trial(name, measured(name), whole) for name in candidates(model)]
+    uncompressed = measured(None).texts["calibration"]
+    return [_trial(name, measured(name), uncompressed) for name in candidates(model)]
 
 
 def candidates(model: Any) -> tuple[str, ...]:
-    """CANDIDATES, and `learned` where the model has such scores."""
+    """CANDIDATES, and `learned` if the model has learned scores."""
     return (*CANDIDATES, "learned") if has_scores(model) else CANDIDATES
 
 
-def _trial(name: str, found: Measured, whole: Any) -> Trial:
-    lost, _ = paired_difference(found.texts["calibration"], whole)
-    right = found.tasks["keys"].scores["contains"].mean
+def _trial(name: str, measured: Measured, uncompressed: Any) -> Trial:
+    lost, _ = paired_difference(measured.texts["calibration"], uncompressed)
+    right = measured.tasks["keys"].scores["contains"].mean
     return Trial(policy=name, right=right, lost=lost)

@@ -1,4 +1,4 @@
-"""The smallest cache of a prepared model within a perplexity ratio, measured on held-out text.
+"""Searches for the smallest cache within a perplexity ratio, measured on held-out text.
 
 Shape legend: n windows of `ctx` tokens.
 """
@@ -23,26 +23,26 @@ from kvfold.utils.search import search
 from kvfold.utils.tokens import windows
 
 SEARCH_WINDOWS = 16
-RUN = 32
+RUN = 32  # tokens; a window that shares so many with calibration is not held out
 
 
 def held_out(compressor: Compressor, ctx: int, num_windows: int = SEARCH_WINDOWS) -> Tensor:
-    """Windows [n, ctx] of the calibration text that calibration does not read, spread over it.
-
-    They share no run of RUN tokens with what it reads. Raises ValueError if there are none.
+    """Return windows [n, ctx] spread over the calibration text that calibration does not read. They
+    share no RUN consecutive tokens with what it reads. Raises ValueError if there are
+    none.
     """
     files = files_of(compressor.calib)
     used = calibration_windows(
         compressor.tokenizer, compressor.model.config, files, compressor.max_tokens
     )
-    taken = {run for row in used.tolist() for run in _runs(row)}
-    found: list[list[int]] = []
+    taken = {run for window in used.tolist() for run in _runs(window)}
+    candidates: list[list[int]] = []
     for document in calibration_documents(files, compressor.tokenizer):
         try:
-            found += windows(compressor.tokenizer, document.text, ctx).tolist()
+            candidates += windows(compressor.tokenizer, document.text, ctx).tolist()
         except ValueError:
             continue  # shorter than one window
-    free = [row for row in found if taken.isdisjoint(_runs(row))]
+    free = [ids for ids in candidates if taken.isdisjoint(_runs(ids))]
     if not free:
         raise SettingError(
             "`budget`: calibration reads the whole text, nothing is left to measure perplexity on;"
@@ -52,8 +52,8 @@ def held_out(compressor: Compressor, ctx: int, num_windows: int = SEARCH_WINDOWS
     return torch.tensor(free[::step][:num_windows])
 
 
-def _runs(row: list[int]) -> set[tuple[int, ...]]:
-    return {tuple(row[i : i + RUN]) for i in range(len(row) - RUN + 1)}
+def _runs(ids: list[int]) -> set[tuple[int, ...]]:
+    return {tuple(ids[i : i + RUN]) for i in range(len(ids) - RUN + 1)}
 
 
 def search_keep(
@@ -66,18 +66,18 @@ def search_keep(
     progress: Progress | None = None,
     applied: Callable[[CacheSpec], AbstractContextManager[Any]] | None = None,
 ) -> tuple[float, float]:
-    """The smallest keep of a prepared model whose perplexity ratio to the original is <= `limit`.
+    """Search for the smallest keep whose perplexity ratio to the original is <= `limit`.
 
-    Returns (keep, ratio). Perplexity is that of calibration text which calibration did not read.
-    applied: the model with a plan, until its block ends (None: a folded copy).
+    Returns (keep, ratio), measured on `held_out` text. applied: a context manager that gives the
+    model with a plan; None: a folded copy.
     """
     compressor = prepared.compressor
     applied = applied or (lambda spec: nullcontext(prepared.folded_copy(spec)))
-    rows = held_out(compressor, compressor.windows().shape[1])
+    held_out_ids = held_out(compressor, compressor.windows().shape[1])
 
     def at(model: Any, label: str) -> float:
         report = stage(progress, f"search {label}")
-        return perplexity(model, rows, chunk=chunk, batch=batch, progress=report).perplexity
+        return perplexity(model, held_out_ids, chunk=chunk, batch=batch, progress=report).perplexity
 
     original = at(compressor.model, ORIGINAL)
 

@@ -1,9 +1,10 @@
-"""How many requests a GPU holds: its memory less weights and work space, over a request's pages.
+"""Computes how many requests fit on a GPU: its memory minus weights and workspace, over the bytes
+of a request's pages.
 
-Bytes are those of the engine's own layout, so that a pool of them is what an engine allocates.
+Bytes follow from the engine's layout, so that an engine allocates a pool of this size.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +19,7 @@ from kvfold.models.size import DTYPE, weight_bytes
 from kvfold.utils.errors import SettingError
 
 MIB, GIB = 2**20, 2**30
-GPUS = {  # MiB that nvidia-smi reports
+GPUS = {  # MiB, as nvidia-smi reports
     "t4": 15360,
     "l4": 23034,
     "a10g": 23028,
@@ -30,29 +31,35 @@ GPUS = {  # MiB that nvidia-smi reports
     "h200": 143771,
     "b200": 183359,
 }
-WORK = 2 * GIB  # beside weights and cache: context, activations, logits, work space of kernels
-SLACK = 1.05  # of pages that slabs lose, as `CacheLayout.bytes_for` has it
+WORK = 2 * GIB  # CUDA context, activations, logits and workspace of kernels
+SLACK = 1.05  # pages lost to the granularity of slabs, as in `CacheLayout.bytes_for`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """Of a GPU for a context. requests: that fit while the prompt of one is read; request_bytes: of
-    one once its prompt is read; step_ms: predicted, of a decode step of them all."""
+    """What fits for a context of so many tokens. num_kept: tokens stored after compression.
+    requests: how many fit while the prompt of one of them is prefilled. request_bytes: of one after
+    its prefill. step_ms: predicted time of a decode step of all of them."""
 
     context: int
-    kept: int
+    num_kept: int
     requests: int
     request_bytes: int
     step_ms: float | None
     tokens_per_s: float | None
 
+    def record(self) -> dict[str, Any]:
+        """Convert to plain values; `num_kept` has the key `kept`."""
+        values = asdict(self)
+        return {"context": values.pop("context"), "kept": values.pop("num_kept"), **values}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """A model's on a GPU with so many bytes, of which `share` may be used. Raises ValueError for a
-    cache that cannot serve it.
+    """How many requests of a model fit on a GPU.
 
-    config: transformers'; spec: what it stores, None: all.
+    config: of transformers. spec: what the model's cache stores; None: uncompressed. share: of
+    gpu_bytes that may be used. Raises ValueError if the cache cannot serve the model.
     """
 
     config: Any
@@ -83,11 +90,11 @@ class Capacity:
 
     @property
     def pool(self) -> int:
-        """Bytes that are left for pages; 0 where there are none."""
+        """Bytes that are left for pages; 0 if there are none."""
         return max(0, int(self.gpu_bytes * self.share) - self.weights - WORK)
 
-    def kept(self, context: int) -> int:
-        """Tokens that a request of `context` tokens has stored once its prompt is compressed."""
+    def num_kept(self, context: int) -> int:
+        """Tokens that a request of `context` tokens stores once its prompt is compressed."""
         cache, policy = self.cache, self._policy
         if policy is None:
             return context
@@ -95,39 +102,40 @@ class Capacity:
         return min(context, max(most, policy.sinks + policy.protected_recent(most)))
 
     def request_bytes(self, tokens: int) -> int:
-        """Of the pages of one request that has so many tokens stored."""
+        """Bytes of the pages of a request that stores `tokens` tokens."""
         return int(self.layout.sequence_bytes(tokens) * SLACK)
 
     def _prompt_bytes(self, tokens: int) -> int:
-        """The same while its prompt is read, which stores all it has, and is compressed then."""
+        """Bytes of its pages during prefill, when every token is stored until the compression."""
         layout = self.layout
         pages = -(-tokens // layout.page) * (layout.page_bytes + layout.spare_page_bytes)
         return int((pages + layout.residual_bytes) * SLACK)
 
     def beside_pages(self, context: int) -> int:
-        """Bytes of one request that are no pages: what repair keeps of its prompt."""
+        """Bytes per request outside of pages: what repair keeps of the prompt."""
         geometry = self.layout.spec.geometry
         return state_bytes(geometry, context, DTYPE.itemsize) if self.cache.repair else 0
 
     def room(self, context: int) -> Room:
-        kept = self.kept(context)
-        one, whole = self.request_bytes(kept), self._prompt_bytes(context)
-        requests = max(0, (self.pool - (whole - one)) // (one + self.beside_pages(context)))
-        step = self._step(requests, kept)
+        num_kept = self.num_kept(context)
+        one, prefilling = self.request_bytes(num_kept), self._prompt_bytes(context)
+        free = self.pool - (prefilling - one)
+        requests = max(0, free // (one + self.beside_pages(context)))
+        step = self._step(requests, num_kept)
         return Room(
             context=context,
-            kept=kept,
+            num_kept=num_kept,
             requests=requests,
             request_bytes=one,
             step_ms=step,
             tokens_per_s=None if step is None else 1e3 * requests / step,
         )
 
-    def _step(self, requests: int, kept: int) -> float | None:
-        """Milliseconds on the device that coefficients were measured on."""
+    def _step(self, requests: int, num_kept: int) -> float | None:
+        """Predicted milliseconds of a decode step on the device DEFAULT."""
         if not requests:
             return None
-        load = DecodeLoad(batch=requests, context=kept)
+        load = DecodeLoad(batch=requests, context=num_kept)
         spec = self.layout.spec
-        found = predict(self.config, spec, load, bits=self.cache.bits, device=DEFAULT)
-        return None if found is None else found.ms
+        prediction = predict(self.config, spec, load, bits=self.cache.bits, device=DEFAULT)
+        return None if prediction is None else prediction.ms

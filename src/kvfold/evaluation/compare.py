@@ -61,7 +61,7 @@ class Row:
 
 
 def paired(a: Row, b: Row, text: str) -> tuple[float, float]:
-    """Mean and standard error of `a`'s loss minus `b`'s on the windows of `text`, nats per token."""
+    """Mean and standard error of `a`'s loss minus `b`'s on the windows of `text`, nats/token."""
     pairs = zip(a.window_nll[text], b.window_nll[text], strict=True)
     return mean_and_se([x - y for x, y in pairs])
 

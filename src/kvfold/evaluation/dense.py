@@ -1,4 +1,4 @@
-"""Sessions over transformers' caches. Shapes as in `session`."""
+"""Sessions over transformers' caches. For the shapes see `session`."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from kvfold.utils.versions import cache_argument
 
 
 class DenseSession(Session):
-    """B sequences of one length in a `DynamicCache`, or in one of `new_cache`."""
+    """B sequences of equal length in a `DynamicCache`, or in a cache that `new_cache` creates."""
 
     whole_windows = True
 
@@ -46,10 +46,10 @@ class DenseSession(Session):
         return logits
 
     def _end_prompt(self, position: int) -> None:
-        """Nothing: no token goes."""
+        """Do nothing, since nothing is evicted."""
 
     def compress(self) -> None:
-        """Nothing: what a folded model stores is small already."""
+        """Do nothing: a folded model stores compressed entries at once."""
 
     def footprint(self) -> Footprint:
         size = cache_bytes(self.cache)
@@ -63,7 +63,7 @@ class DenseSession(Session):
     def mark(self) -> Any:
         if all(type(layer) is DynamicLayer for layer in self.cache.layers):
             return self.cache.get_seq_length()
-        # A sliding window has dropped tokens that a crop would need back.
+        # A sliding window drops tokens, which cropping cannot restore.
         before, self.cache = self.cache, copy.deepcopy(self.cache)
         return before
 
@@ -75,9 +75,9 @@ class DenseSession(Session):
 
 
 def cache_bytes(cache: Any) -> int:
-    """Bytes of memory behind all tensors of a transformers cache.
+    """Count the bytes of memory behind all tensors of a transformers cache.
 
-    Whole storages count, each once: a small view that keeps a large tensor alive costs the latter.
+    Every storage counts once and whole: a small view keeps all of its tensor alive.
     """
     storages = {}
     for layer in cache.layers:
@@ -99,7 +99,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 @contextmanager
 def inference(model: PreTrainedModel) -> Iterator[None]:
-    """Without gradients or dropout; the model's training mode is put back afterwards."""
+    """Turn off gradients and dropout; restore the model's training mode afterwards."""
     was_training = model.training
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""The recipe and size of the least predicted step time within a perplexity ratio."""
+"""Searches for the recipe and size of least predicted step time within a perplexity ratio."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,8 +22,8 @@ TEXT = "held-out"
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A recipe at a size; prefer: what its plan is for; step: predicted; ratio: of perplexities,
-    where it was measured."""
+    """A recipe at a size. prefer: the goal of its plan. step: the predicted time of a decode step.
+    ratio: of its perplexity to the original's; None if it was not measured."""
 
     prepared: Prepared
     factor: float
@@ -37,8 +37,8 @@ class Candidate:
         return named(self.prepared.compressor.recipe.name, self.prefer)
 
     def __str__(self) -> str:
-        about = "~" * self.step.estimated
-        return f"{self.name} {self.factor:g}x: {about}{self.step.ms:.2f} ms a step, predicted"
+        approximate = "~" * self.step.estimated
+        return f"{self.name} {self.factor:g}x: {approximate}{self.step.ms:.2f} ms a step, predicted"
 
 
 def search_fastest(
@@ -49,26 +49,26 @@ def search_fastest(
     say: Callable[[str], None],
     progress: Progress | None = None,
 ) -> Candidate:
-    """The candidate of the least predicted step time whose perplexity ratio, with its bits on
-    pages, is <= `limit`; compressors share a model and its text.
+    """Find the candidate of least predicted step time whose perplexity ratio, measured on pages, is
+    <= `limit`.
 
-    Candidates are measured from the fastest on, and the first that is within the limit is it: the
-    others are slower. Takes it that a recipe loses more at larger factors. say: hears a line of
-    every one that is measured. Raises SettingError where nothing faster than the original is
-    within.
+    compressors: one per recipe, with a shared model and text. Candidates are measured from the
+    fastest on, and the first one within the limit is returned. A recipe is assumed to lose more at
+    larger factors. say: called with a line for each that is measured. Raises SettingError if
+    nothing faster than the original is within the limit.
     """
     first = compressors[0]
-    rows = held_out(first, first.windows().shape[1])
-    what = Measurement(windows={TEXT: rows}, tasks={}, cache=CacheConfig())
+    held_out_ids = held_out(first, first.windows().shape[1])
+    what = Measurement(windows={TEXT: held_out_ids}, tasks={}, cache=CacheConfig())
 
     def at(model: Any, label: str) -> float:
-        found = measure(model, first.tokenizer, what, progress, f"search {label}")
-        return found.texts[TEXT].perplexity
+        measured = measure(model, first.tokenizer, what, progress, f"search {label}")
+        return measured.texts[TEXT].perplexity
 
-    whole = predict(first.model.config, stored(first.model), load)
+    uncompressed = predict(first.model.config, stored(first.model), load)
     original, too_small = at(first.model, ORIGINAL), dict[str, float]()
     for x in candidates(compressors, load, progress):
-        if whole is not None and x.step.ms >= whole.ms:
+        if uncompressed is not None and x.step.ms >= uncompressed.ms:
             break
         if x.factor >= too_small.get(x.name, x.factor + 1):
             continue
@@ -87,16 +87,16 @@ def search_fastest(
 def candidates(
     compressors: Sequence[Compressor], load: DecodeLoad, progress: Progress | None = None
 ) -> list[Candidate]:
-    """Every recipe at every size that it can plan and kernels serve, the fastest first."""
-    found: list[Candidate] = []
+    """Return every recipe at every size that it can plan and kernels serve, fastest first."""
+    planned: list[Candidate] = []
     statistics = shared_statistics(compressors, progress)
     for compressor in compressors:
         prepared = compressor.prepare(statistics, progress)
         for factor in FACTORS:
             for prefer, spec in plans(prepared, factor):
                 if step := predict(compressor.model.config, spec, load):
-                    own = Candidate(
+                    candidate = Candidate(
                         prepared=prepared, factor=factor, prefer=prefer, spec=spec, step=step
                     )
-                    found.append(own)
-    return sorted(found, key=lambda x: (x.step.ms, -x.factor))
+                    planned.append(candidate)
+    return sorted(planned, key=lambda x: (x.step.ms, -x.factor))

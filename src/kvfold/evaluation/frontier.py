@@ -1,4 +1,5 @@
-"""Loss against size: recipes, sizes and plain integers of one model, and the best of them."""
+"""Measures recipes, sizes and plain integers of one model, and finds those that no smaller or
+faster cache beats."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -21,7 +22,7 @@ from kvfold.models.kernels import fastest_layout
 from kvfold.utils.errors import SettingError
 from kvfold.utils.progress import Progress
 
-WORTH = 0.1  # nats a token that the knee takes the whole cache to be worth
+WORTH = 0.1  # nats/token that the whole cache is worth, for the knee
 
 
 def measured(
@@ -34,20 +35,20 @@ def measured(
     load: DecodeLoad,
     progress: Progress | None = None,
 ) -> Iterator[Row]:
-    """The original, plain integers of `bits`, and every recipe at every factor, as soon as they are
-    measured, all on pages; compressors share a model and its text. load: the decode step whose time
-    is predicted beside them.
+    """Yield a row for the original, plain integers of `bits`, and every recipe at every factor, as
+    soon as each is measured on pages.
 
-    Sizes that are too small for a recipe to store something in every layer are left out.
+    compressors: one per recipe, with a shared model and text. load: the decode step whose time is
+    predicted. Sizes at which a recipe would store nothing in some layer are left out.
     """
     model, tokenizer = compressors[0].model, compressors[0].tokenizer
 
-    def on_pages(found: Any, label: str, bits: int | None = None) -> Measured:
+    def on_pages(compressed: Any, label: str, bits: int | None = None) -> Measured:
         pages = replace(what, cache=CacheConfig(bits=bits))
-        return measure(found, tokenizer, pages, progress, label)
+        return measure(compressed, tokenizer, pages, progress, label)
 
-    def timed(row: Row, found: Any, bits: int | None = None) -> Row:
-        step = predict(model.config, stored(found), load, bits=bits)
+    def timed(row: Row, compressed: Any, bits: int | None = None) -> Row:
+        step = predict(model.config, stored(compressed), load, bits=bits)
         return row if step is None else replace(row, step_ms=step.ms, step_estimated=step.estimated)
 
     original = on_pages(model, ORIGINAL)
@@ -62,21 +63,24 @@ def measured(
         for factor in factors:
             for prefer, spec in plans(prepared, factor, levels):
                 folded, label = prepared.folded_copy(spec), named(name, prefer)
-                found = on_pages(folded, f"{label} {factor:g}x")
-                yield timed(result_row(folded, label, 1 / factor, found, original), folded)
+                results = on_pages(folded, f"{label} {factor:g}x")
+                yield timed(result_row(folded, label, 1 / factor, results, original), folded)
 
 
 def stored(model: Any) -> CacheSpec:
-    """What a model, folded or plain, stores."""
+    """Return the spec of what a model, folded or plain, stores."""
     return spec_of(model) or plain_spec(family_of(model.config).geometry(model.config))
 
 
 def plans(
     prepared: Prepared, factor: float, levels: Sequence[int] | None = None
 ) -> Iterator[tuple[Prefer, CacheSpec]]:
-    """So many times smaller, and what for: in bits and dimensions, or in dimensions alone where a
-    recipe predicts no losses to weigh bits by; for speed, too, where a GPU reads that in one pass.
-    Nothing that is too small for a recipe to store something in every layer."""
+    """Yield the plans of a cache `factor` times smaller, each with its goal.
+
+    Bits and dimensions are planned together if the recipe predicts losses, otherwise dimensions
+    alone. A plan for speed follows if a GPU reads it in one pass. Nothing is yielded if the recipe
+    would store nothing in some layer.
+    """
     compressor = prepared.compressor
     with suppress(SettingError):
         if not predicts(compressor.recipe):
@@ -90,23 +94,23 @@ def plans(
 
 
 def named(recipe: str, prefer: Prefer) -> str:
-    """A recipe's plans in a table."""
+    """The name of a recipe's plan in a table."""
     return recipe if prefer == "balanced" else f"{recipe} for {prefer}"
 
 
 def predicts(recipe: Any) -> bool:
-    """Whether a recipe can plan bits."""
+    """Whether a recipe predicts losses, and so can plan bits."""
     return builder_of(recipe).predicts_loss
 
 
 def loss(row: Row) -> float:
-    """Nats a token lost, the mean over texts; what is gained counts as nothing."""
-    found = [mean for mean, _ in row.delta_nll.values()]
-    return max(0.0, sum(found) / len(found)) if found else 0.0
+    """The increase in cross-entropy (nats/token), the mean over texts; a decrease counts as 0."""
+    increases = [mean for mean, _ in row.delta_nll.values()]
+    return max(0.0, sum(increases) / len(increases)) if increases else 0.0
 
 
 def frontier(rows: Sequence[Row]) -> list[Row]:
-    """The rows that lose less than every smaller one, smallest first."""
+    """Return the rows that lose less than every smaller one, smallest first."""
     best: list[Row] = []
     for row in sorted(rows, key=lambda row: (row.kept_fraction, loss(row))):
         if not best or loss(row) < loss(best[-1]):
@@ -115,7 +119,7 @@ def frontier(rows: Sequence[Row]) -> list[Row]:
 
 
 def fastest(rows: Sequence[Row]) -> list[Row]:
-    """The rows that lose less than all whose step is predicted to be faster, fastest first."""
+    """Return the rows that lose less than every one with a faster predicted step, fastest first."""
     best: list[Row] = []
     timed = [row for row in rows if row.step_ms is not None]
     for row in sorted(timed, key=lambda row: (row.step_ms or 0.0, loss(row))):
@@ -125,6 +129,6 @@ def fastest(rows: Sequence[Row]) -> list[Row]:
 
 
 def knee(rows: Sequence[Row]) -> Row:
-    """Where a cache and what it loses cost least together: smaller ones lose more than WORTH nats
-    for the share of the cache that they save."""
+    """Return the row whose size and loss cost least together: a smaller cache loses more than WORTH
+    nats times the share of the cache that it saves."""
     return min(rows, key=lambda row: row.kept_fraction + loss(row) / WORTH)

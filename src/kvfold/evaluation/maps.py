@@ -1,7 +1,7 @@
-"""What maps beside the weights lose, measured before they are saved.
+"""Measures what maps lose before they are saved.
 
-Through the engine where it serves the model, as plans may have bits that transformers' cache does
-not round to; else through transformers' cache.
+It runs in the engine, since plans may have bits to which transformers' cache does not quantise; in
+transformers' cache if the engine does not serve the model.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from torch import Tensor
 from kvfold.compression.compressor import Compressor
 from kvfold.config import CacheConfig
 from kvfold.engine.runner.build import build_runner
-from kvfold.evaluation.answers import ENGINE, FLOOR, Answer
+from kvfold.evaluation.answers import ENGINE, FLOOR, ReferenceAnswer
 from kvfold.evaluation.budget import held_out
 from kvfold.evaluation.dense import DenseSession, inference
 from kvfold.evaluation.paged import PagedSession
@@ -28,19 +28,19 @@ from kvfold.maps.sidecar import Sidecar
 from kvfold.utils.errors import SettingError
 from kvfold.utils.files import finite
 
-CTX, WINDOWS = 512, 4  # of text that calibration did not read
+CTX, WINDOWS = 512, 4  # of held-out text
 
 
 def measured(compressor: Compressor, sidecar: Sidecar) -> Sidecar:
-    """The same maps, with what they lose in their provenance: nats a token on text that calibration
-    did not read, where there is some, and from the original's answer to a short prompt. The
-    compressor's model stays as it is.
+    """Return the same maps, with what they lose in their provenance: nats per token on held-out
+    text, if there is some, and the divergence from the original's answer to a short prompt. The
+    compressor's model is not changed.
 
-    Raises SettingError where logits are not finite, or the engine is further from the original than
-    the same maps in transformers, and the predicted loss, explain.
+    Raises SettingError if logits are not finite, or the divergence is larger than the same maps in
+    transformers and the predicted loss explain.
     """
     model = compressor.model
-    answer = Answer.of(model, compressor.tokenizer)
+    answer = ReferenceAnswer.of(model, compressor.tokenizer)
     windows = _held_out(compressor)
     original = partial(DenseSession, model)
     figures: dict[str, Any] = {"answer_tokens": len(answer.tokens)}
@@ -49,8 +49,8 @@ def measured(compressor: Compressor, sidecar: Sidecar) -> Sidecar:
             dense = _divergence(original, answer)
         longest = max(len(answer.read) + 1, CTX)
         with _sessions(model, sidecar, longest) as (figures["through"], sessions):
-            figures["divergence"] = found = _divergence(sessions, answer)
-            _check(found, dense, sidecar)
+            figures["divergence"] = divergence = _divergence(sessions, answer)
+            _check(divergence, dense, sidecar)
             if windows is not None:
                 after = window_perplexity(sessions, windows)[0]
         if windows is not None:
@@ -62,16 +62,16 @@ def measured(compressor: Compressor, sidecar: Sidecar) -> Sidecar:
 
 @contextmanager
 def _attached(model: Any, sidecar: Sidecar) -> Iterator[None]:
-    take_away = attach(model, sidecar)
+    detach = attach(model, sidecar)
     try:
         yield
     finally:
-        take_away()
+        detach()
 
 
 @contextmanager
 def _sessions(model: Any, sidecar: Sidecar, longest: int) -> Iterator[tuple[str, Sessions]]:
-    """Sessions with the maps, of at most `longest` tokens, and whose cache they are of."""
+    """Open sessions with the maps, of at most `longest` tokens, and say whose cache they use."""
     most = min(longest, max_positions(model) or longest)
     try:
         runner = build_runner(model, CacheConfig(), num_slots=1, max_tokens=most, maps=sidecar)
@@ -82,8 +82,8 @@ def _sessions(model: Any, sidecar: Sidecar, longest: int) -> Iterator[tuple[str,
     yield "kvfold's engine", partial(PagedSession, runner)
 
 
-def _divergence(sessions: Sessions, answer: Answer) -> float:
-    """KL(original || with maps) of an answer that is read token by token, nats a token."""
+def _divergence(sessions: Sessions, answer: ReferenceAnswer) -> float:
+    """Compute KL(original || with maps) in nats per token, feeding the answer token by token."""
     prompt = answer.prompt
     with sessions() as session:
         logits = [session.read(prompt, prompt=len(prompt)).float().cpu()]
@@ -91,19 +91,19 @@ def _divergence(sessions: Sessions, answer: Answer) -> float:
     return answer.divergence(torch.stack(logits))
 
 
-def _check(found: float, dense: float, sidecar: Sidecar) -> None:
+def _check(divergence: float, dense: float, sidecar: Sidecar) -> None:
     limit = FLOOR + ENGINE * max(dense, sidecar.provenance.get("predicted") or 0.0)
-    if not isfinite(limit) or not found <= limit:
+    if not isfinite(limit) or not divergence <= limit:
         raise SettingError(
-            f"with these maps the model answers otherwise than the original: {found:.2f} nats a"
-            f" token through the cache, where {dense:.2f} in transformers explain {limit:.2f} at"
+            f"with these maps the model answers otherwise than the original: {divergence:.2f} nats"
+            f" a token through the cache, where {dense:.2f} in transformers explain {limit:.2f} at"
             " most; nothing was saved. Try a larger cache or another dtype; `check=False` saves"
             " the maps all the same"
         )
 
 
 def _held_out(compressor: Compressor) -> Tensor | None:
-    """Windows [n, CTX] of the calibration's text that it did not read; None where it read all."""
+    """Return windows [n, CTX] of held-out text; None if calibration reads all text."""
     ctx = min(CTX, max_positions(compressor.model) or CTX)
     try:
         return held_out(compressor, ctx, WINDOWS)

@@ -1,9 +1,9 @@
-"""Needle-in-a-haystack retrieval, phrased as in RULER.
+"""Measures needle-in-a-haystack retrieval, phrased as in RULER.
 
 Several facts ("One of the special magic numbers for quiet river is: 48213.") are hidden between the
 sentences of ordinary prose, and the model is asked for one number at a time. The context goes
-through the model's KV cache once, in chunks; each question then continues from that cache, so that
-what a compressed cache has lost shows.
+through the model's KV cache once, in chunks. Each question then continues from that cache, and
+shows what a compressed cache has lost.
 """
 
 import math
@@ -23,7 +23,8 @@ from kvfold.utils.tokens import check_ids, leading_tokens
 
 @dataclass(frozen=True, kw_only=True)
 class NeedleResult:
-    """Retrieval at one length: `exact` in [0, 1], `exact_se` clustered by context (nan for one)."""
+    """The results at one context length. exact: fraction of questions answered exactly; exact_se:
+    its standard error, clustered by context (nan for one context)."""
 
     length: int
     exact: float
@@ -32,13 +33,13 @@ class NeedleResult:
 
 
 def _summarise(length: int, hits: list[list[bool]]) -> NeedleResult:
-    """Mean over questions and its standard error over contexts (equal numbers of questions)."""
+    """Average over questions, with the standard error over contexts of equally many questions."""
     means = [sum(context) / len(context) for context in hits]
-    num, asked = len(means), sum(map(len, hits))
+    num, num_questions = len(means), sum(map(len, hits))
     exact = sum(means) / num
     spread = sum((mean - exact) ** 2 for mean in means)
     error = math.sqrt(spread / (num - 1) / num) if num > 1 else math.nan
-    return NeedleResult(length=length, exact=exact, exact_se=error, num_questions=asked)
+    return NeedleResult(length=length, exact=exact, exact_se=error, num_questions=num_questions)
 
 
 def evaluate_needle(
@@ -53,12 +54,12 @@ def evaluate_needle(
     reader: Reader | None = None,
     progress: Report | None = None,
 ) -> list[NeedleResult]:
-    """Exact-match retrieval by greedy decoding, one result for each of `lengths` (tokens).
+    """Measure exact-match retrieval by greedy decoding, at each of `lengths` (tokens).
 
-    Every context is prefilled once, `chunk` tokens at a time; every question continues from that
-    cache and is then removed from it. `reader`: another cache than transformers'. `progress` is
-    called with (contexts done, contexts in all). Raises ValueError for a length beyond the model's
-    positions or too short for the facts.
+    Each context is prefilled once, `chunk` tokens at a time; each question continues from that
+    cache and is then removed from it. reader: of another cache than transformers'. progress: called
+    with (contexts done, all). Raises ValueError for a length beyond the model's positions or too
+    short for the facts.
     """
     limit = max_positions(model)
     if limit is not None and max(lengths) > limit:

@@ -1,7 +1,7 @@
-"""A session over the engine's pages, driven by hand: bits are packed and tokens go.
+"""A session over the engine's paged cache, with quantisation and eviction, without its scheduler.
 
-What evaluation needs and serving does not: logits of every token, a compression at a stated point,
-and several continuations of one context. Shapes as in `session`, B = 1.
+Evaluation needs what serving does not: logits of every token, compression at a chosen point, and
+several continuations of one context. For the shapes see `session`; B = 1.
 """
 
 from typing import Self
@@ -16,7 +16,7 @@ from kvfold.utils.errors import SettingError
 
 
 class PagedSession(Session):
-    """One sequence, evicted to the runner's budget by `compress`."""
+    """One sequence, which `compress` evicts to the runner's budget."""
 
     whole_windows = False
 
@@ -67,26 +67,26 @@ class PagedSession(Session):
             self.runner.compress([self.sequence])
 
     def footprint(self) -> Footprint:
-        """Read off the pool."""
+        """Count what the pool holds."""
         pool, slot = self.runner.pool, self.sequence.open_slot
-        layout, rows = pool.layout, pool.host_lengths[slot]
+        layout, lengths = pool.layout, pool.host_lengths[slot]
         tokens = self.sequence.num_computed
         full = 16 * layout.spec.geometry.full_numbers * tokens
-        packed = layout.num_quantized(rows)
-        pages = -(-packed // layout.page) + (packed < rows)
+        packed = layout.num_quantized(lengths)
+        pages = -(-packed // layout.page) + (packed < lengths)
         tails = [group.layout.residual_block or group.layout for group in layout.groups]
         bits = packed @ [group.layout.row_bits for group in layout.groups]
         if pool.low_rank is not None:
-            less = pool.low_rank.host_lengths[slot]
-            bits += less @ [group.layout.row_bits for group in pool.low_rank.layout.groups]
-            pages += -(-less // layout.page)
-        bits += (rows - packed) @ [tail.row_bits for tail in tails]
-        held = pool.stats().sequence_bytes[slot]
+            low_rank = pool.low_rank.host_lengths[slot]
+            bits += low_rank @ [group.layout.row_bits for group in pool.low_rank.layout.groups]
+            pages += -(-low_rank // layout.page)
+        bits += (lengths - packed) @ [tail.row_bits for tail in tails]
+        num_bytes = pool.stats().sequence_bytes[slot]
         return Footprint(
             tokens=tokens,
             kept_fraction=float(bits) / full,
-            pool_fraction=8 * (held + 4 * int(pages.sum())) / full,
-            cache_bytes=held,
+            pool_fraction=8 * (num_bytes + 4 * int(pages.sum())) / full,
+            cache_bytes=num_bytes,
         )
 
     def mark(self) -> tuple[int, Tensor]:

@@ -1,10 +1,10 @@
-"""Perplexity measured through the cache: token windows to loss and bytes.
+"""Measures perplexity through the cache: token windows in, loss and bytes out.
 
 Shape legend: n windows, B windows of one batch, T tokens of a window (`ctx`), c tokens of a chunk,
 V vocabulary.
 
-Every window starts from an empty cache and is fed in chunks, so that a token is predicted from what
-the cache stores and not from keys and values that one long forward kept in full.
+Every window starts from an empty cache and is fed in chunks, so that tokens are predicted from what
+the cache stores, and not from the uncompressed keys and values of one long forward.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from kvfold.models.rotary import position_limit
 from kvfold.utils.errors import SettingError
 from kvfold.utils.progress import Report
 
-AFTER = 64  # tokens fed at a time after a compression
-_SLICE_NUMBERS = 2**25  # fp32 logits taken to log-probabilities at once: 128 MiB
+AFTER = 64  # tokens per chunk after a compression
+_SLICE_NUMBERS = 2**25  # fp32 logits in one log-softmax: 128 MiB
 
 
 @dataclass(frozen=True, kw_only=True)
 class PerplexityResult:
     """Loss over all windows, in nats per token.
 
-    Standard errors treat windows as independent (nan for one window). `tokens` counts predicted
-    tokens. `cache_bytes_allocated` is what the cache's tensors took at the end of the largest batch
-    of windows and `cached_tokens` the tokens fed to that cache, over all its sequences.
+    Standard errors treat windows as independent (nan for one window). tokens: number of predicted
+    tokens. cache_bytes_allocated: bytes of the cache's tensors at the end of the largest batch of
+    windows. cached_tokens: tokens fed to that cache, over all its sequences.
     """
 
     nll: float
@@ -50,19 +50,19 @@ class PerplexityResult:
 
 
 def token_nll(logits: Tensor, targets: Tensor) -> Tensor:
-    """Nats of `targets` int64 [B, c] under `logits` [B, c, V]: fp64 [B, c] on the CPU.
+    """Compute the loss of `targets` int64 [B, c] under `logits` [B, c, V] in nats: fp64 [B, c] on
+    the CPU.
 
-    Log-softmax runs in fp32 over slices of positions, so that a large vocabulary costs no second
-    copy of all logits.
+    Log-softmax runs in fp32 over slices of positions, to avoid a second copy of all logits.
     """
     num_windows, _, vocabulary = logits.shape
     step = max(1, _SLICE_NUMBERS // (num_windows * vocabulary))
     losses = []
     for start in range(0, targets.shape[1], step):
-        wanted = targets[:, start : start + step].to(logits.device)
+        labels = targets[:, start : start + step].to(logits.device)
         part = logits[:, start : start + step].float().flatten(0, 1)
-        loss = torch.nn.functional.cross_entropy(part, wanted.flatten(), reduction="none")
-        losses.append(loss.view(wanted.shape).cpu())
+        loss = torch.nn.functional.cross_entropy(part, labels.flatten(), reduction="none")
+        losses.append(loss.view(labels.shape).cpu())
     return torch.cat(losses, dim=1).double()
 
 
@@ -74,10 +74,11 @@ def perplexity(
     batch: int = 1,
     progress: Report | None = None,
 ) -> PerplexityResult:
-    """Loss of `model` on windows `ids` int64 [n, T], each fed through a fresh cache in chunks.
+    """Measure the loss of `model` on windows `ids` int64 [n, T], each fed through a fresh cache in
+    chunks.
 
-    `batch` windows share one cache. `progress(done, total)` counts windows. Raises ValueError for
-    windows longer than the model's positions, logits that are not finite, and a model that
+    batch: windows that share a cache. progress: called with (windows done, all). Raises ValueError
+    for windows longer than the model's positions, logits that are not finite, and a model that
     stores nothing in the cache.
     """
     check_length(model, ids.shape[-1])
@@ -94,12 +95,13 @@ def window_perplexity(
     scored_from: int | None = None,
     progress: Report | None = None,
 ) -> tuple[PerplexityResult, Footprint]:
-    """Loss on windows ids int64 [n, T], `batch` of them in one session.
+    """Measure the loss on windows ids int64 [n, T], `batch` of them in one session. Returns it with
+    the footprint of the last of the largest batches.
 
-    scored_from: tokens of a window that are only read, then compressed where the session evicts;
-    the rest is fed AFTER tokens at a time and scored. None: half where the session evicts, else all
-    is scored. Footprint of the last of the largest batches. Raises ValueError for too short windows
-    and logits that are not finite.
+    scored_from: the number of first tokens of a window that are only read, and then evicted from if
+    the session evicts; the rest is fed AFTER tokens at a time and scored. None: half of the window
+    if the session evicts, otherwise all of it is scored. Raises ValueError for windows that are too
+    short and logits that are not finite.
     """
     if ids.ndim != 2 or len(ids) == 0 or ids.shape[1] < 2:
         raise ValueError(f"ids: shape {tuple(ids.shape)}; give [n, ctx] with n >= 1 and ctx >= 2")
@@ -113,15 +115,17 @@ def window_perplexity(
             "longer windows"
         )
     losses: list[float] = []
-    held: list[Footprint] = []
+    footprints: list[Footprint] = []
     for start in range(0, len(ids), batch):
         with sessions() as session:
-            found, footprint = _window_losses(session, ids[start : start + batch], scored_from)
-        losses += found
-        held.append(footprint)
+            batch_losses, footprint = _window_losses(
+                session, ids[start : start + batch], scored_from
+            )
+        losses += batch_losses
+        footprints.append(footprint)
         if progress is not None:
             progress(len(losses), len(ids))
-    largest = max(reversed(held), key=lambda footprint: footprint.tokens)
+    largest = max(reversed(footprints), key=lambda footprint: footprint.tokens)
     nll, nll_se = mean_and_se(losses)
     value = math.exp(nll) if nll < 700 else math.inf
     result = PerplexityResult(
@@ -138,40 +142,42 @@ def window_perplexity(
 
 
 def _window_losses(
-    session: Session, rows: Tensor, scored_from: int
+    session: Session, ids: Tensor, scored_from: int
 ) -> tuple[list[float], Footprint]:
-    """Mean loss of each row of rows [B, T] from `scored_from` on, or from its second token."""
-    fed = rows if session.whole_windows else rows[:, :-1]
+    """Compute the mean loss of each window of ids [B, T] from `scored_from` on, or from its second
+    token."""
+    fed = ids if session.whole_windows else ids[:, :-1]
     if scored_from:
-        for logits in session.chunks(rows[:, :scored_from], prompt=scored_from, last=True):
+        for logits in session.chunks(ids[:, :scored_from], prompt=scored_from, last=True):
             last = logits[:, -1:]
         session.compress()
-        held = session.footprint()
+        footprint = session.footprint()
         rest = session.chunks(fed[:, scored_from:], chunk=AFTER)
-        nll = _nll(chain([last], rest), rows[:, scored_from:])
+        nll = _nll(chain([last], rest), ids[:, scored_from:])
     else:
-        nll = _nll(session.chunks(fed, prompt=rows.shape[1]), rows[:, 1:])
-        held = session.footprint()
+        nll = _nll(session.chunks(fed, prompt=ids.shape[1]), ids[:, 1:])
+        footprint = session.footprint()
     if not nll.isfinite().all():
         raise ValueError(
             "model: its logits are not finite; check its weights for NaN or load it in float32"
         )
-    return nll.mean(1).tolist(), held
+    return nll.mean(1).tolist(), footprint
 
 
 def _nll(parts: Iterable[Tensor], targets: Tensor) -> Tensor:
-    """Nats of targets [B, T] under logits [B, c, V] of consecutive chunks; more logits are idle."""
-    found, start = [], 0
+    """Compute the loss of targets [B, T] under logits [B, c, V] of consecutive chunks, in nats.
+    Logits beyond the last target are ignored."""
+    losses, start = [], 0
     for logits in parts:
-        wanted = targets[:, start : start + logits.shape[1]]
-        if wanted.shape[1]:
-            found.append(token_nll(logits[:, : wanted.shape[1]], wanted))
+        labels = targets[:, start : start + logits.shape[1]]
+        if labels.shape[1]:
+            losses.append(token_nll(logits[:, : labels.shape[1]], labels))
         start += logits.shape[1]
-    return torch.cat(found, 1)
+    return torch.cat(losses, 1)
 
 
 def check_length(model: Any, ctx: int) -> None:
-    """Raise ValueError if the model has fewer than `ctx` positions; model: it, or its config."""
+    """Raise ValueError if a model, or a config, has fewer than `ctx` positions."""
     limit = max_positions(model)
     if limit is not None and ctx > limit:
         raise SettingError(
@@ -180,18 +186,18 @@ def check_length(model: Any, ctx: int) -> None:
 
 
 def max_positions(model: Any) -> int | None:
-    """Longest sequence that a model, or a config, allows, in tokens; None where none says."""
+    """The longest sequence that a model, or a config, allows, in tokens; None if unlimited."""
     return position_limit(getattr(model, "config", model))
 
 
 def vocabulary(model: Any) -> int:
-    """Tokens that a model, or a config, has embeddings of."""
+    """The number of tokens that a model, or a config, has embeddings for."""
     config = getattr(model, "config", model).get_text_config(decoder=True)
     return int(config.vocab_size)
 
 
 def mean_and_se(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and standard error of `values`; the error is nan for one value, both for none."""
+    """Mean and standard error of `values`; nan where there are too few values."""
     if not values:
         return math.nan, math.nan
     mean = math.fsum(values) / len(values)
@@ -202,7 +208,7 @@ def mean_and_se(values: Sequence[float]) -> tuple[float, float]:
 
 
 def paired_difference(a: PerplexityResult, b: PerplexityResult) -> tuple[float, float]:
-    """Mean and standard error of `a`'s loss less `b`'s over the same windows, nats per token."""
+    """Mean and standard error of `a`'s loss minus `b`'s over the same windows, in nats/token."""
     if len(a.window_nll) != len(b.window_nll) or a.tokens != b.tokens:
         raise ValueError(
             f"paired difference: {len(a.window_nll)} windows of {a.tokens} tokens against"

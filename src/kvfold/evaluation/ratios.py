@@ -1,4 +1,4 @@
-"""Hybrid ratios of the fewest numbers within a stated loss (ZDC §5.2, eq. 5 and 6), enumerated.
+"""Searches for the hybrid ratios of fewest numbers within a loss limit (ZDC §5.2, eq. 5 and 6).
 
 Shape legend: n windows of `ctx` tokens.
 """
@@ -25,13 +25,17 @@ WINDOWS = 4
 
 
 def removals() -> Iterator[Ratios]:
-    """What the text allows: unimportant tokens lose more, and keys at least what values do."""
-    for keys, values, less, fewer in product(STEPS, repeat=4):
-        if less > keys >= values < fewer <= less:
-            yield Ratios(keys=keys, values=values, low_rank_keys=less, low_rank_values=fewer)
+    """Yield the ratios that the paper allows: unimportant tokens lose more than important ones, and
+    keys at least as much as values."""
+    for keys, values, low_keys, low_values in product(STEPS, repeat=4):
+        if low_keys > keys >= values < low_values <= low_keys:
+            yield Ratios(
+                keys=keys, values=values, low_rank_keys=low_keys, low_rank_values=low_values
+            )
 
 
 def choices() -> Iterator[Ratios]:
+    """Yield `removals` with each share of important tokens."""
     for ratios, (first, last) in product(removals(), RISING):
         yield replace(ratios, important=first, important_last=last)
 
@@ -43,21 +47,21 @@ def search_ratios(
     align: int | None = None,
     progress: Progress | None = None,
 ) -> tuple[Ratios, float]:
-    """The choice of fewest numbers a token whose perplexity ratio to the original is <= `limit`,
-    which is 1 + Q_d, and that ratio: on the second half of windows of calibration text which
-    calibration did not read, every layer ranking tokens by itself.
+    """Return the choice of fewest numbers per token whose perplexity ratio to the original is <=
+    `limit` (1 + Q_d), and that ratio.
 
-    Raises SettingError where no choice is.
+    It is measured on the second half of held-out windows, with a ranking of tokens per layer.
+    Raises SettingError if no choice is within the limit.
     """
     compressor = prepared.compressor
-    rows = held_out(compressor, compressor.windows().shape[1], WINDOWS)
+    held_out_ids = held_out(compressor, compressor.windows().shape[1], WINDOWS)
 
     def at(model: Any, label: str) -> float:
-        runner = runner_for(model, CacheConfig(), rows.shape[1])
+        runner = runner_for(model, CacheConfig(), held_out_ids.shape[1])
         sessions, report = partial(PagedSession, runner), stage(progress, f"search {label}")
-        half = rows.shape[1] // 2
-        found, _ = window_perplexity(sessions, rows, scored_from=half, progress=report)
-        return found.perplexity
+        half = held_out_ids.shape[1] // 2
+        result, _ = window_perplexity(sessions, held_out_ids, scored_from=half, progress=report)
+        return result.perplexity
 
     plans = [(ratios, prepared.plan_hybrid(ratios, align)) for ratios in choices()]
     original = at(compressor.model, ORIGINAL)

@@ -1,4 +1,4 @@
-"""A context read once and continued many times: what needle and tasks ask of a session."""
+"""Reads a context once and continues it many times, for needle and tasks."""
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,11 +11,11 @@ from kvfold.evaluation.session import Footprint, Session, Sessions
 
 
 class Reader:
-    """Every continuation of a context is as if it were the first.
+    """A context in a session. Each continuation sees the context alone, not the earlier ones.
 
-    agnostic: the context is compressed before a question is seen. Otherwise context and question
-    are one prompt, compressed once its first answer token is out, as the engine does. `footprint`:
-    of the last prompt that was read.
+    agnostic: the context is compressed before the model sees a question. Otherwise context and
+    question are one prompt, which is compressed after its first answer token, as in the engine.
+    footprint: of the last prompt.
     """
 
     def __init__(self, sessions: Sessions, *, agnostic: bool = True) -> None:
@@ -25,7 +25,7 @@ class Reader:
         self.footprint: Footprint | None = None
 
     def prefill(self, ids: list[int]) -> None:
-        """Read a context; the one before it is forgotten, or is this one and still there."""
+        """Set the context. The session of the former one is closed, unless both are equal."""
         if self.session is not None and self.context == ids:
             return
         self.close()
@@ -34,7 +34,8 @@ class Reader:
             self._shared(())
 
     def _shared(self, question: Sequence[int]) -> Session | None:
-        """The session that holds the context alone, where `question` may follow its compression."""
+        """Return the session that holds the context alone; None if `question` may not follow the
+        compression, or the session cannot rewind."""
         session = self.session or self.sessions()
         if not session.can_rewind or (question and session.evicts and not self.agnostic):
             return None
@@ -51,10 +52,8 @@ class Reader:
 
     @contextmanager
     def branch(self, question: Sequence[int] = ()) -> Iterator[tuple[Session, Tensor]]:
-        """A session that holds the context and `question`, and the logits [V] of their last token.
-
-        What is fed to it is forgotten afterwards.
-        """
+        """Give a session that holds context and `question`, and the logits [V] of the last token.
+        Tokens that are fed to it are removed afterwards."""
         shared = self._shared(question)
         if shared is None:
             self.close()
@@ -68,12 +67,12 @@ class Reader:
     def answer(
         self, question: Sequence[int], num_tokens: int, stops: Collection[int | None] = ()
     ) -> list[int]:
-        """Greedy continuation of the context and `question`."""
+        """Generate greedily after the context and `question`."""
         with self.branch(question) as (session, last):
             return session.greedy(last, num_tokens, stops)
 
     def log_likelihood(self, ending: Sequence[int]) -> float:
-        """Of all of `ending` after the context, in nats."""
+        """Compute the log-likelihood of `ending` after the context, in nats."""
         with self.branch() as (session, last):
             rest = session.chunks(torch.tensor([ending[:-1]], dtype=torch.long))
             logits = torch.cat([last[None, None], *rest], 1)

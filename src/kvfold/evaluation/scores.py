@@ -1,5 +1,5 @@
-"""Scores that are learned: from a token's hidden states, layer by layer, to what a second reading
-of the context makes of its rows, so that nobody has to read it again.
+"""Learns maps from a token's hidden states to its eviction scores in every layer. They predict the
+scores of a re-scoring pass, which `evict="learned"` then does not need.
 
 Shapes: T tokens of a window, D width, Hk KV heads, G groups of a layer.
 """
@@ -29,15 +29,16 @@ from kvfold.utils.progress import Progress, stage
 from kvfold.utils.tokens import windows
 
 TEACHER = "kvzip+"
-TOKENS, LENGTH = 16384, 1024  # most that are read, and of a window
-WORDS = 64  # positions that ask for a repetition
+TOKENS, LENGTH = 16384, 1024  # most tokens in all, and of a window
+WORDS = 64  # tokens that ask the model to repeat a text
 RIDGE = 1e-3  # of the mean squared hidden state
-LEAST = 1e-6  # a score below it is as good as none
+LEAST = 1e-6  # smaller scores count as this
 
 
 @dataclass
-class Sums:
-    """Of the products of hidden states with a one, x [T, D + 1], and log scores y [T, Hk]; fp64."""
+class RegressionSums:
+    """Sums for a ridge regression of log scores y [T, Hk] on x [T, D + 1], hidden states with a one
+    appended; fp64."""
 
     xx: Tensor
     xy: Tensor
@@ -48,7 +49,7 @@ class Sums:
         self.xy += x.mT @ y
 
     def solved(self) -> Tensor:
-        """Ridge regression [Hk, D + 1]; the last column, of the one, is not held small."""
+        """Solve the ridge regression: [Hk, D + 1]. The last column, the bias, has no penalty."""
         size = len(self.xx) - 1
         ridge = torch.full_like(self.xx[0], RIDGE * float(self.xx.diagonal()[:size].mean()))
         ridge[size] = 0
@@ -56,10 +57,11 @@ class Sums:
 
 
 def check_learnable(config: Any, target: Target) -> None:
-    """Raises SettingError for a model from whose cache nothing is evicted."""
+    """Raise SettingError for a model from whose cache nothing can be evicted."""
     if target.hybrid is not None:
         raise SettingError(
-            "`learn_scores`: nothing is evicted from rows of two widths (`hybrid`): leave one out"
+            "`learn_scores`: nothing is evicted from a cache with low-rank entries (`hybrid`):"
+            " leave one out"
         )
     if any(attention_windows(config)):
         raise SettingError(
@@ -69,9 +71,9 @@ def check_learnable(config: Any, target: Target) -> None:
 
 
 def readings(compressor: Compressor) -> Tensor:
-    """Windows [n, T] to learn from, spread over the calibration text, each as a prompt is: the
-    tokenizer's `leading_tokens`, such as BOS, then text alone. Calibration's own have them between
-    documents too, and what attention makes of that is no guide to a prompt."""
+    """Return windows [n, T] to learn from, spread over the calibration text. Each is like a prompt:
+    the tokenizer's `leading_tokens`, such as BOS, then text."""
+    # Calibration's windows have leading tokens between documents too, which prompts have not.
     text = calibration_text(files_of(compressor.calib), compressor.tokenizer)
     cut = windows(compressor.tokenizer, text, _length(compressor.model))
     most = min(TOKENS, compressor.max_tokens)
@@ -81,8 +83,8 @@ def readings(compressor: Compressor) -> Tensor:
 def learn_scores(
     model: Any, tokenizer: Any, texts: Tensor, progress: Progress | None = None
 ) -> None:
-    """Give a folded model the maps that `evict="learned"` reads; texts [n, T]: token ids of
-    `readings`, read twice. Closed form, one ridge regression a layer."""
+    """Add the maps that `evict="learned"` uses to a folded model, by a ridge regression per layer.
+    texts: token ids [n, T] of `readings`, which the model reads twice."""
     ids = texts[:, : _length(model)]
     size = ids.shape[1]
     config = CacheConfig(evict=TEACHER, keep_tokens=1.0)
@@ -90,7 +92,7 @@ def learn_scores(
     geometry = runner.pool.layout.spec.geometry
     width, heads = geometry.hidden_size + 1, geometry.num_kv_heads
     sums = [
-        Sums(
+        RegressionSums(
             *(
                 torch.zeros(width, n, dtype=torch.float64, device=model.device)
                 for n in (width, heads)
@@ -100,15 +102,15 @@ def learn_scores(
     ]
     report = stage(progress, "scores")
     for done, window in enumerate(ids):
-        for own, x, y in zip(sums, *_read(runner, window.tolist()), strict=True):
-            own.add(x, y)
+        for layer_sums, x, y in zip(sums, *_read(runner, window.tolist()), strict=True):
+            layer_sums.add(x, y)
         if report is not None:
             report(done + 1, len(ids))
     layers: list[Any] = list(family_of(model.config).attentions(model))
-    for attention, own in zip(layers, sums, strict=True):
+    for attention, layer_sums in zip(layers, sums, strict=True):
         with torch.device(model.device):
             attention.add_score_map()
-        attention.score_map.data = own.solved().to(attention.o_proj.weight.dtype)
+        attention.score_map.data = layer_sums.solved().to(attention.o_proj.weight.dtype)
         attention.score_map.requires_grad_(False)
     spec = spec_of(model)
     assert spec is not None, "a folded model"
@@ -116,44 +118,44 @@ def learn_scores(
 
 
 def _length(model: Any) -> int:
-    """Most tokens of a window that can be read twice."""
+    """The longest window that the model has positions to read twice."""
     limit = max_positions(model)
     return LENGTH if limit is None else min(LENGTH, (limit - WORDS) // 2)
 
 
 def _read(runner: ModelRunner, ids: list[int]) -> tuple[list[Tensor], list[Tensor]]:
-    """Of every layer: hidden states with a one [T, D + 1], and log scores [T, Hk]."""
-    with PagedSession(runner) as session, _seen(runner) as seen:
+    """For each layer: hidden states with a one appended [T, D + 1], and log scores [T, Hk]."""
+    with PagedSession(runner) as session, _recorded_inputs(runner) as inputs:
         session.read(ids, prompt=len(ids))
         assert runner.rescorer is not None
-        hidden = [torch.cat(x) for x in seen]
+        hidden = [torch.cat(x) for x in inputs]
         runner.rescorer.score(session.sequence)
         metrics, _, _ = runner.eviction.tracked(session.sequence.open_slot)
     scores = metrics[0].clamp(min=LEAST).log()
-    layout, found = runner.pool.layout, []
+    layout, layer_scores = runner.pool.layout, []
     for where in layout.layer_groups:
         heads = {head: i for i in range(where.start, where.stop) for head in layout.groups[i].heads}
-        found.append(scores[[heads[head] for head in sorted(heads)]].mT)
+        layer_scores.append(scores[[heads[head] for head in sorted(heads)]].mT)
     ones = [torch.cat((x, torch.ones_like(x[:, :1])), 1) for x in hidden]
-    return ones, found
+    return ones, layer_scores
 
 
 @contextmanager
-def _seen(runner: ModelRunner) -> Iterator[list[list[Tensor]]]:
-    """The hidden states [n, D] that every layer's attention takes, one step after another."""
+def _recorded_inputs(runner: ModelRunner) -> Iterator[list[list[Tensor]]]:
+    """Record the inputs [n, D] of every layer's attention, a tensor per step."""
     layers = list(runner.family.attentions(runner.model))
-    seen: list[list[Tensor]] = [[] for _ in layers]
+    inputs: list[list[Tensor]] = [[] for _ in layers]
 
-    def keep(own: list[Tensor]) -> Any:
+    def recorder(steps: list[Tensor]) -> Any:
         def hook(_: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-            own.append((named["hidden_states"] if "hidden_states" in named else args[0])[0])
+            steps.append((named["hidden_states"] if "hidden_states" in named else args[0])[0])
 
         return hook
 
-    each = zip(layers, seen, strict=True)
-    hooks = [x.register_forward_pre_hook(keep(own), with_kwargs=True) for x, own in each]
+    pairs = zip(layers, inputs, strict=True)
+    hooks = [x.register_forward_pre_hook(recorder(y), with_kwargs=True) for x, y in pairs]
     try:
-        yield seen
+        yield inputs
     finally:
         for hook in hooks:
             hook.remove()

@@ -1,7 +1,7 @@
-"""One session over any cache: tokens go in, logits come out, and what they took is counted.
+"""The interface of a cache to evaluation: tokens in, logits out, bytes counted.
 
-Perplexity, needle and tasks are written against `Session` alone; `DenseSession` is transformers'
-cache and `PagedSession` the engine's pages.
+Perplexity, needle and tasks use `Session` alone. `DenseSession` is transformers' cache and
+`PagedSession` the engine's paged cache.
 Shapes: B sequences, T tokens fed, c tokens of a chunk, V vocabulary.
 """
 
@@ -17,12 +17,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """Bytes that a session's sequences hold: `tokens` fed to them, `cache_bytes` their rows take.
+    """What the sequences of a session hold.
 
-    Of pages, one sequence's after its prompt was compressed, without tables; and kept_fraction:
-    bits of stored numbers and quantiser metadata over those of the uncompressed 16-bit cache;
-    pool_fraction: bytes of pages, with rounding, positions and metrics, and of the sequence's page
-    table, over the same. None for transformers' cache.
+    tokens: that were fed. cache_bytes: of the stored entries; in the paged cache, of one sequence's
+    pages after its prompt was compressed. kept_fraction: bits of stored numbers and quantiser
+    metadata over those of the uncompressed 16-bit cache. pool_fraction: bytes of pages (with
+    rounding, positions and metrics) and of the page table over the same. The fractions are None for
+    transformers' cache.
     """
 
     tokens: int
@@ -32,11 +33,11 @@ class Footprint:
 
 
 class Session(ABC):
-    """Sequences in a cache, empty from `with` on; the cache is free again after it."""
+    """Sequences in a cache. It is empty when the `with` block begins, and freed when it ends."""
 
     evicts: bool = False
     can_rewind: bool = True
-    whole_windows: ClassVar[bool]  # feed a window's last token too, which predicts nothing
+    whole_windows: ClassVar[bool]  # also feed a window's last token, which predicts nothing
 
     def __init__(self, chunk: int) -> None:
         if chunk < 1:
@@ -57,11 +58,12 @@ class Session(ABC):
         chunk: int | None = None,
         last: bool = False,
     ) -> Iterator[Tensor]:
-        """Append tokens ids int64 [B, T], `chunk` at a time; logits [B, c, V] of each chunk.
+        """Append tokens ids int64 [B, T], `chunk` at a time, and yield logits [B, c, V] of each
+        chunk.
 
-        prompt: where the prompt ends, in tokens from the sequence's start; its last queries are
-        those that a window policy observes. None: as it was. last: only those of a chunk's last
-        token are asked for. Raises ValueError if a cache is full.
+        prompt: where the prompt ends, in tokens from the start of the sequence; policies with a
+        window observe the last queries before it. None: unchanged. last: only the logits of each
+        chunk's last token are needed. Raises ValueError if the cache is full.
         """
         if prompt is not None:
             self._end_prompt(prompt)
@@ -72,18 +74,18 @@ class Session(ABC):
 
     @abstractmethod
     def _append(self, ids: Tensor, last: bool) -> Tensor:
-        """One chunk of `chunks`."""
+        """Append one chunk."""
 
     @abstractmethod
     def _end_prompt(self, position: int) -> None:
-        """The prompt ends there."""
+        """Set where the prompt ends."""
 
     def _most(self) -> int:
-        """Tokens that may be appended at once."""
+        """Most tokens that can be appended at once."""
         return sys.maxsize
 
     def read(self, ids: Sequence[int], *, prompt: int | None = None) -> Tensor:
-        """Append tokens to a sequence of its own; logits [V] of the last one."""
+        """Append tokens to the only sequence; return the logits [V] of the last one."""
         for logits in self.chunks(torch.tensor([ids]), prompt=prompt, last=True):
             last = logits[0, -1]
         return last
@@ -91,17 +93,15 @@ class Session(ABC):
     def greedy(
         self, logits: Tensor, num_tokens: int, stops: Collection[int | None] = ()
     ) -> list[int]:
-        """Up to `num_tokens` likeliest tokens after the one whose logits [V] are given.
-
-        Ends before a token of `stops`.
-        """
-        found: list[int] = []
+        """Generate up to `num_tokens` tokens greedily, the first from `logits` [V]. Ends before a
+        token of `stops`."""
+        tokens: list[int] = []
         while (token := int(logits.argmax())) not in stops:
-            found.append(token)
-            if len(found) == num_tokens:
+            tokens.append(token)
+            if len(tokens) == num_tokens:
                 break
             logits = self.read([token])
-        return found
+        return tokens
 
     @abstractmethod
     def compress(self) -> None:
@@ -109,15 +109,15 @@ class Session(ABC):
 
     @abstractmethod
     def footprint(self) -> Footprint:
-        """Counted now."""
+        """Count what the cache holds now."""
 
     @abstractmethod
     def mark(self) -> Any:
-        """Where the sequences stand, for `rewind`; a compression in between makes it void."""
+        """Return the position of the sequences for `rewind`. Compression makes it invalid."""
 
     @abstractmethod
     def rewind(self, mark: Any) -> None:
-        """Forget the tokens fed since `mark`. Only where `can_rewind`."""
+        """Remove the tokens that were fed since `mark`. Only if `can_rewind`."""
 
 
 Sessions = Callable[[], Session]

@@ -1,4 +1,4 @@
-"""The engines that answer a suite: kvfold's own and vLLM's, asked with the same token ids."""
+"""The engines that answer a suite, kvfold's and vLLM's. Both get the same token ids."""
 
 import sys
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from kvfold.utils.progress import Report
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """A greedy answer. error: why the request did not end as others do, else None."""
+    """A greedy answer. error: why the request failed; None if it did not."""
 
     text: str = ""
     token_ids: tuple[int, ...] = ()
@@ -22,7 +22,7 @@ class Reply:
 
 
 class Answering(Protocol):
-    """An engine with a model. tokenizer: transformers'."""
+    """An engine that serves a model. tokenizer: of transformers."""
 
     name: str
     tokenizer: Any
@@ -35,13 +35,13 @@ class Answering(Protocol):
         stop: Sequence[str] = (),
         report: Report | None = None,
     ) -> list[Reply]:
-        """A reply for each prompt, in order; prompts are token ids. A request that fails has an
-        error in its reply, and the others go on."""
+        """Answer prompts of token ids; the replies are in their order. A request that fails has an
+        error in its reply, and does not stop the others."""
         ...
 
 
 class ByKVFold:
-    """Answers of a `kvfold.LLM`."""
+    """Answers with a `kvfold.LLM`."""
 
     name = "kvfold"
 
@@ -58,17 +58,17 @@ class ByKVFold:
     ) -> list[Reply]:
         sampling = SamplingParams(max_new_tokens=max_new_tokens, stop=tuple(stop))
         replies: list[Reply | None] = [None] * len(prompts)
-        places, opened = {}, []
+        places, submitted = {}, []
         for place, prompt in enumerate(prompts):
             try:
-                opened.append(self.llm.request(list(prompt), sampling, None, whole=True))
+                submitted.append(self.llm.request(list(prompt), sampling, None, whole=True))
             except ValueError as error:
                 replies[place] = Reply(error=str(error))
             else:
-                places[opened[-1][0].id] = place
+                places[submitted[-1][0].id] = place
         outputs: dict[int, list[StepOutput]] = {id: [] for id in places}
-        ended = len(prompts) - len(opened)
-        with Stream(self.llm.engine).submit(opened) as stream:
+        ended = len(prompts) - len(submitted)
+        with Stream(self.llm.engine).submit(submitted) as stream:
             for output in stream:
                 outputs[output.id].append(output)
                 if output.finish_reason is None:
@@ -81,20 +81,20 @@ class ByKVFold:
 
 
 def _reply_of(outputs: list[StepOutput]) -> Reply:
-    found = completion_of(outputs)
-    error = found.error
-    if found.finish_reason in ("error", "pool", "cancelled"):
-        error = error or f"ended for {found.finish_reason}"
+    completion = completion_of(outputs)
+    error = completion.error
+    if completion.finish_reason in ("error", "pool", "cancelled"):
+        error = error or f"ended for {completion.finish_reason}"
     return Reply(
-        text=found.text,
-        token_ids=found.token_ids,
-        finish_reason=found.finish_reason,
+        text=completion.text,
+        token_ids=completion.token_ids,
+        finish_reason=completion.finish_reason,
         error=error,
     )
 
 
 class ByVLLM:
-    """Answers of a `vllm.LLM`."""
+    """Answers with a `vllm.LLM`."""
 
     name = "vllm"
 
@@ -112,17 +112,17 @@ class ByVLLM:
     ) -> list[Reply]:
         import vllm
 
-        wanted = vllm.SamplingParams(temperature=0, max_tokens=max_new_tokens, stop=list(stop))
-        longest = self.max_tokens - 1  # vLLM refuses all prompts where one is too long
+        sampling = vllm.SamplingParams(temperature=0, max_tokens=max_new_tokens, stop=list(stop))
+        longest = self.max_tokens - 1  # vLLM refuses all prompts if one is too long
         fitting = [{"prompt_token_ids": list(x)} for x in prompts if len(x) <= longest]
         if report is not None:
             report(0, len(prompts))
-        outputs = self.llm.generate(fitting, wanted, use_tqdm=sys.stderr.isatty())
-        found = iter([self._reply(x.outputs[0]) for x in outputs])
+        outputs = self.llm.generate(fitting, sampling, use_tqdm=sys.stderr.isatty())
+        replies = iter([self._reply(x.outputs[0]) for x in outputs])
         why = f"the prompt has more tokens than the {longest} that vLLM takes"
         if report is not None:
             report(len(prompts), len(prompts))
-        return [next(found) if len(x) <= longest else Reply(error=why) for x in prompts]
+        return [next(replies) if len(x) <= longest else Reply(error=why) for x in prompts]
 
     @staticmethod
     def _reply(output: Any) -> Reply:

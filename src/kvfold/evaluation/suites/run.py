@@ -1,4 +1,4 @@
-"""A suite asked of a model: prompts, answers, verdicts, and what changed against another model."""
+"""Runs a suite: prompts, answers and verdicts, and what changed from another model."""
 
 import re
 import time
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
-    """One question's answer. kind, detail: of its verdict; num_tokens: generated, an end token
-    included; error: why its request failed, which is never right."""
+class SuiteAnswer:
+    """The answer to a question. kind, detail: of its verdict. num_tokens: generated, with the end
+    token. error: why the request failed; such an answer is never right."""
 
     id: str
     right: bool
@@ -35,8 +35,8 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteResult:
-    """All answers to a suite. chat: whether questions went through a chat template; seconds: of
-    generating, without judging; judge_seconds: of judging."""
+    """All answers to a suite. chat: whether a chat template was used. seconds: of generation.
+    judge_seconds: of judging."""
 
     suite: str
     engine: str
@@ -44,7 +44,7 @@ class SuiteResult:
     max_new_tokens: int
     seconds: float
     judge_seconds: float
-    answers: tuple[Answer, ...]
+    answers: tuple[SuiteAnswer, ...]
 
     @property
     def right(self) -> int:
@@ -56,17 +56,17 @@ class SuiteResult:
 
     @property
     def kinds(self) -> dict[str, int]:
-        """How many verdicts of each kind."""
+        """The number of verdicts of each kind."""
         return dict(Counter(x.kind for x in self.answers).most_common())
 
     @property
     def errors(self) -> dict[str, int]:
-        """How many requests ended for each error; numbers in an error become N."""
-        found = Counter(re.sub(r"\d+", "N", x.error) for x in self.answers if x.error is not None)
-        return dict(found.most_common())
+        """The number of requests by error; numbers in a message become N."""
+        counts = Counter(re.sub(r"\d+", "N", x.error) for x in self.answers if x.error is not None)
+        return dict(counts.most_common())
 
     def record(self) -> dict[str, Any]:
-        """Plain values, with every answer's text."""
+        """Convert to plain values, with every answer's text."""
         counted = {
             "questions": len(self.answers),
             "right": self.right,
@@ -75,24 +75,24 @@ class SuiteResult:
             "finish_reasons": dict(Counter(x.finish_reason for x in self.answers).most_common()),
             "errors": self.errors,
         }
-        own = asdict(self)
-        answers = own.pop("answers")
-        return {**own, **counted, "answers": list(answers)}
+        values = asdict(self)
+        answers = values.pop("answers")
+        return {**values, **counted, "answers": list(answers)}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Self:
-        """What `record` returned. Raises KeyError, TypeError or ValueError for anything else."""
-        own = {name: record[name] for name in cls.__dataclass_fields__}
-        found = cls(**{**own, "answers": tuple(Answer(**x) for x in own["answers"])})
-        for part in (found, *found.answers):
+        """Read a record. Raises KeyError, TypeError or ValueError for values of another form."""
+        values = {name: record[name] for name in cls.__dataclass_fields__}
+        result = cls(**{**values, "answers": tuple(SuiteAnswer(**x) for x in values["answers"])})
+        for part in (result, *result.answers):
             check(part)
-        return found
+        return result
 
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
-    """Answers of one result beside another's: ids of questions that were right and are wrong now,
-    the other way round, and how many texts are equal."""
+    """What changed between two results of the same questions. to_wrong, to_right: ids of questions
+    whose verdict changed. same_texts: number of equal answers."""
 
     right_before: int
     right: int
@@ -102,7 +102,7 @@ class Changes:
 
 
 def prompts_of(suite: Suite, questions: Sequence[Question], tokenizer: Any) -> list[list[int]]:
-    """Token ids of every question, through the tokenizer's chat template where it has one."""
+    """Encode every question, with the tokenizer's chat template if it has one."""
     if tokenizer.chat_template:
         return [encode_chat(tokenizer, suite.chat(x)) for x in questions]
     return [encode_prompt(tokenizer, suite.text(x)) for x in questions]
@@ -116,11 +116,11 @@ def run_suite(
     max_new_tokens: int | None = None,
     progress: Progress | None = None,
 ) -> SuiteResult:
-    """Ask a model, greedily, the questions that `read_suite` read, and judge its answers.
+    """Generate greedy answers to the questions of `read_suite`, and judge them.
 
-    name: of SUITES; max_new_tokens: most tokens of an answer (default: the suite's); progress:
-    told what is done. A request that fails and a program that misbehaves are wrong answers, and end
-    nothing else. Raises ValueError where answers cannot be judged on this machine.
+    name: of SUITES. max_new_tokens: of an answer; None: the suite's. A request that fails and a
+    program that misbehaves count as wrong answers, and do not stop the rest. Raises ValueError if
+    answers cannot be judged on this machine.
     """
     suite = SUITES[name]
     suite.check_ready()
@@ -148,10 +148,10 @@ def run_suite(
     )
 
 
-def _answer(question: Question, reply: "Reply", verdict: Verdict) -> Answer:
+def _answer(question: Question, reply: "Reply", verdict: Verdict) -> SuiteAnswer:
     if reply.error is not None:
         verdict = Verdict(False, "error", reply.error)
-    return Answer(
+    return SuiteAnswer(
         id=question.id,
         right=verdict.right,
         kind=verdict.kind,
@@ -166,8 +166,8 @@ def _answer(question: Question, reply: "Reply", verdict: Verdict) -> Answer:
 def check_alike(
     before: SuiteResult, ids: Sequence[str], *, suite: str, chat: bool, max_new_tokens: int
 ) -> None:
-    """Raises ValueError for results of an earlier run that are not of the questions with these ids,
-    asked in the same way; to be asked before the questions are."""
+    """Raise ValueError if the results of an earlier run are not of the questions with these ids and
+    these settings. Called before answers are generated."""
     for what, new in {"suite": suite, "chat": chat, "max_new_tokens": max_new_tokens}.items():
         if (old := getattr(before, what)) != new:
             raise ValueError(f"these results differ in {what} ({old} and {new}); run both alike")
@@ -179,7 +179,7 @@ def check_alike(
 
 
 def changes(before: SuiteResult, after: SuiteResult) -> Changes:
-    """Raises ValueError for results that are not of the same questions, asked in the same way."""
+    """Compare two results. Raises ValueError if questions or settings differ."""
     check_alike(
         before,
         [x.id for x in after.answers],

@@ -1,8 +1,8 @@
-"""Programs that a model wrote, each in a process of its own with limits.
+"""Runs programs that a model wrote, each in a process with limits.
 
 The operating system's limits, an audit hook inside the process and a supervisor around it contain
-programs that go wrong: that hang, fork, fill the memory, write files. They are no wall against a
-program that was written to break out; run a model that you do not trust inside a container.
+programs that hang, fork, fill the memory or write files. They do not stop a program that was
+written to escape: run a model that you do not trust in a container.
 """
 
 import json
@@ -25,8 +25,8 @@ GRACE = 10.0  # seconds beyond the program's own limit, for the supervisor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Of one program: seconds of CPU, seconds of wall-clock time, bytes of address space."""
+class ProgramLimits:
+    """Limits of a program: seconds of CPU, seconds of wall-clock time, bytes of address space."""
 
     cpu_seconds: int = 5
     wall_seconds: int = 15
@@ -35,19 +35,19 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended. kind: "passed", or "failed" (it raised, or ended its process), "timed
-    out", "memory", "forked" (a process or a thread), "wrote", "connected", "signalled"."""
+    """How a program ended. kind: "passed", "failed" (it raised, or ended its process), "timed out",
+    "memory", "forked" (started a process or a thread), "wrote", "connected" or "signalled"."""
 
     kind: str
     detail: str = ""
 
 
 def run_programs(
-    programs: Sequence[str], limits: Limits | None = None, report: Report | None = None
+    programs: Sequence[str], limits: ProgramLimits | None = None, report: Report | None = None
 ) -> list[Outcome]:
-    """The outcomes of Python programs, in order; as many run at once as there are CPUs. Nothing a
-    program does raises an error; `check_runs` says whether any can run."""
-    limits = limits or Limits()
+    """Run Python programs, as many at once as there are CPUs, and return their outcomes in order.
+    Nothing that a program does raises an error; `check_runs` checks that any can run."""
+    limits = limits or ProgramLimits()
     pool = ThreadPoolExecutor(num_cpus())
     try:
         jobs = {pool.submit(run_program, x, limits): i for i, x in enumerate(programs)}
@@ -60,27 +60,27 @@ def run_programs(
 
 
 def check_runs() -> None:
-    """Raises ValueError where a program without a mistake does not pass."""
+    """Raise ValueError if a correct program does not pass on this machine."""
     if find_spec("resource") is None:
         raise ValueError("programs are run on Linux and macOS only: this system has no limits")
-    found = run_program("import math, typing", Limits())
-    if found.kind != "passed":
+    outcome = run_program("import math, typing", ProgramLimits())
+    if outcome.kind != "passed":
         raise ValueError(
-            f"no program can be run here: one that does nothing {found.kind}: {found.detail}"
+            f"no program can be run here: one that does nothing {outcome.kind}: {outcome.detail}"
         )
 
 
 def num_cpus() -> int:
-    """CPUs that this process may use."""
+    """The number of CPUs that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-def run_program(program: str, limits: Limits) -> Outcome:
+def run_program(program: str, limits: ProgramLimits) -> Outcome:
     """Run one program in a new session, in an empty folder."""
     sizes = (limits.cpu_seconds, limits.wall_seconds, limits.memory_bytes)
-    # As -I, but the seed of hashes is fixed: the order of a set decides some answers.
+    # Like -I, but with a fixed hash seed, since some answers depend on the order of a set.
     command = [sys.executable, "-P", "-s", "-B", str(CHILD), *map(str, sizes)]
     with tempfile.TemporaryDirectory(prefix="kvfold-", ignore_cleanup_errors=True) as folder:
         process = subprocess.Popen(
@@ -107,13 +107,13 @@ def run_program(program: str, limits: Limits) -> Outcome:
 
 
 def _environment(folder: str) -> dict[str, str]:
-    kept = {x: os.environ[x] for x in ("PATH", "LANG", "LD_LIBRARY_PATH") if x in os.environ}
+    inherited = {x: os.environ[x] for x in ("PATH", "LANG", "LD_LIBRARY_PATH") if x in os.environ}
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    return kept | threads | {"HOME": folder, "TMPDIR": folder, "PYTHONHASHSEED": "0"}
+    return inherited | threads | {"HOME": folder, "TMPDIR": folder, "PYTHONHASHSEED": "0"}
 
 
 def _kill_group(process: subprocess.Popen) -> None:
-    """End a session's first process group, and reap its leader."""
+    """Kill the process group of a session's leader, and wait for the leader."""
     with suppress(OSError):  # it has ended
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -128,7 +128,7 @@ def wait(report: int, seconds: float) -> list[str] | None:
 
 def children() -> list[int]:
     """Processes whose parent is this one; none where there is no /proc."""
-    found, me = [], os.getpid()
+    pids, parent = [], os.getpid()
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
         if name.isdigit():
             try:
@@ -136,9 +136,9 @@ def children() -> list[int]:
                     fields = file.read().rpartition(b")")[2].split()
             except OSError:
                 continue
-            if int(fields[1]) == me and fields[0] != b"Z":
-                found.append(int(name))
-    return found
+            if int(fields[1]) == parent and fields[0] != b"Z":
+                pids.append(int(name))
+    return pids
 
 
 def kill_all(group: int, seconds: float = 5.0) -> tuple[int, int]:
@@ -153,24 +153,24 @@ def kill_all(group: int, seconds: float = 5.0) -> tuple[int, int]:
                 continue
         try:
             while True:
-                pid, found = os.waitpid(-1, os.WNOHANG)
+                pid, wait_status = os.waitpid(-1, os.WNOHANG)
                 if pid == 0:
                     time.sleep(0.001)
                     break
-                status, others = (found, others) if pid == group else (status, others + 1)
+                status, others = (wait_status, others) if pid == group else (status, others + 1)
         except ChildProcessError:
             break
     return status, others
 
 
-def outcome_of(found: list[str] | None, status: int, others: int) -> list[str]:
+def outcome_of(report: list[str] | None, status: int, others: int) -> list[str]:
     """What happened, from what was reported, how the process ended, and what else it left."""
     if others:
         return ["forked", f"{others} processes were left"]
-    if found is None:
+    if report is None:
         return ["timed out", "wall-clock time"]
-    if found:
-        return found
+    if report:
+        return report
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         if number in (signal.SIGXCPU, signal.SIGKILL):
@@ -190,10 +190,10 @@ def main() -> None:
         prctl(SET_PDEATHSIG, signal.SIGKILL)
         run(program, write_end, cpu_seconds, memory_bytes)
     os.close(write_end)
-    found = wait(read_end, wall_seconds)
-    if found == []:  # it is ending by itself: its own status says why
+    outcome = wait(read_end, wall_seconds)
+    if outcome == []:  # it is ending by itself: its own status says why
         time.sleep(0.01)
-    print(json.dumps(outcome_of(found, *kill_all(pid))))
+    print(json.dumps(outcome_of(outcome, *kill_all(pid))))
 
 
 if __name__ == "__main__":
