@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AttentionInterface
 
 from kvfold.cache.eviction import policies
 from kvfold.config import CacheConfig
@@ -14,26 +13,15 @@ from kvfold.engine.runner import eviction
 from kvfold.engine.runner.build import build_runner
 from kvfold.evaluation.paged import PagedSession
 from kvfold.models.folded import attention_windows
-from kvfold.ops.common.attention import attention
 from matrix import matrix, slow
 from models import CONFIGS, SERVED, tiny, tokens
-from paged_eviction_cases import LONG, MASKED, MORE, PAGE, PROMPT, dense, filled, survivors
+from paged_eviction_cases import LONG, MORE, PAGE, PROMPT, dense, filled, survivors
 from steps import logits_of
 from tolerance import assert_same_logits
 
 pytestmark = pytest.mark.gpu
 
 FAMILIES = [name for name, of in CONFIGS.items() if not any(attention_windows(of()))]
-
-
-def _masked(module, query, key, value, attention_mask, scaling=None, softcap=None, **_):
-    """Attention under `module.visible` bool [Hq, T, S]."""
-    scale = scaling or module.scaling
-    out, _ = attention(query, key, value, module.visible[None], scale, softcap=softcap)
-    return out.transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register(MASKED, _masked)
 
 
 def runner_of(model, evict: str, keep: float, **settings):

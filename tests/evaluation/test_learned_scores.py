@@ -154,7 +154,7 @@ def test_mistakes_are_explained() -> None:
             session_of(model)
     with pytest.raises(SettingError, match="learn_scores: this model's sliding window"):
         kvfold.compress(tiny("mistral-sliding"), "zack", learn_scores=True, fold=True)
-    with pytest.raises(SettingError, match="nothing is evicted from rows of two widths"):
+    with pytest.raises(SettingError, match="nothing is evicted from a cache with low-rank entries"):
         kvfold.compress(
             tiny("llama-gqa"), "zack", hybrid=kvfold.Ratios(), learn_scores=True, fold=True
         )

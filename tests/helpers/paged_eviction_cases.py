@@ -2,12 +2,14 @@
 
 import torch
 from torch import Tensor
+from transformers import AttentionInterface
 
 from kvfold.config import CacheConfig
 from kvfold.engine.requests.request import CacheParams
 from kvfold.engine.runner.build import build_runner
 from kvfold.engine.runner.runner import ModelRunner
 from kvfold.evaluation.paged import PagedSession
+from kvfold.ops.common.attention import attention
 from models import tiny, tokens
 from steps import logits_of
 
@@ -18,6 +20,16 @@ LONG = 40  # above the 32 recent tokens that some policies protect
 
 
 MASKED = "kvfold_test_masked"
+
+
+def _masked(module, query, key, value, attention_mask, scaling=None, softcap=None, **_):
+    """Attention under `module.visible` bool [Hq, T, S]."""
+    scale = scaling or module.scaling
+    out, _ = attention(query, key, value, module.visible[None], scale, softcap=softcap)
+    return out.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(MASKED, _masked)
 
 
 def survivors(session: PagedSession) -> list[list[int]]:
