@@ -232,7 +232,9 @@ def compress_fastest(
             source.model, source.tokenizer, list(TRIED), saved=files.saved, **settings.text
         )
         settings.announce(compressors[0], source.stored)
-        answer = ReferenceAnswer.of(source.model, source.tokenizer, source.stored) if check else None
+        answer = (
+            ReferenceAnswer.of(source.model, source.tokenizer, source.stored) if check else None
+        )
         best = search_fastest(compressors, target.limit, load, say=report, progress=progress)
         size = {"ratio": best.ratio, "align": None, "factor": best.factor, "prefer": best.prefer}
         provenance = {"model": model, **asdict(target), **size, "chosen": f"{best}, at {load}"}
