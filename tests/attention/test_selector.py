@@ -353,7 +353,8 @@ def test_rows_of_a_plan_for_speed_suit_the_pass_whatever_the_queries() -> None:
     spec = planned(config, "swift", 5, "speed")
     layout = cache_layout(spec, page=64)
     assert all(
-        one_pass.unread(layout.groups_of_layer(i), 8) is None for i in range(len(spec.layers))
+        one_pass.unsupported_reason(layout.groups_of_layer(i), 8) is None
+        for i in range(len(spec.layers))
     )
     assert one_pass_summary(config, spec) == "no: 2 KV heads of 2 query heads each"
 

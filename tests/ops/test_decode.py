@@ -15,7 +15,7 @@ from kvfold.ops import backend
 from kvfold.ops.backend import GPU, Operation, use_triton
 from kvfold.ops.common.tuning import Tuning
 from kvfold.ops.decode import decode
-from kvfold.ops.decode.groups import DecodeGroups, decode_groups, unread
+from kvfold.ops.decode.groups import DecodeGroups, decode_groups, unsupported_reason
 from kvfold.ops.decode.reference import decode as decode_reference
 from kvfold.ops.decode.tuning import FILE, Shape, table, tuning_for
 from pages import Case, Ranks, mixed, per_head
@@ -69,7 +69,7 @@ def test_reference_without_any_row() -> None:
     ],
 )
 def test_supported(options: dict) -> None:
-    assert not unread(per_head(page=16, **options).groups)
+    assert not unsupported_reason(per_head(page=16, **options).groups)
 
 
 @pytest.mark.parametrize(
@@ -84,15 +84,15 @@ def test_supported(options: dict) -> None:
     ],
 )
 def test_not_supported(options: dict) -> None:
-    assert unread(per_head(page=16, **options).groups)
+    assert unsupported_reason(per_head(page=16, **options).groups)
 
 
 def test_bits_are_one_number_a_side() -> None:
-    assert not unread(mixed((8, 4), (8, 4), zeros=True).groups)
-    assert not unread(mixed((16, 8), (16, 8), zeros=True).groups)
-    assert unread(mixed((8, 4), (4, 4), zeros=True).groups)
-    assert unread(mixed((8, 4), (8, 4)).groups)  # fp8 scales
-    assert unread(mixed((16, 8), itemsize=4, zeros=True).groups)
+    assert not unsupported_reason(mixed((8, 4), (8, 4), zeros=True).groups)
+    assert not unsupported_reason(mixed((16, 8), (16, 8), zeros=True).groups)
+    assert unsupported_reason(mixed((8, 4), (4, 4), zeros=True).groups)
+    assert unsupported_reason(mixed((8, 4), (8, 4)).groups)  # fp8 scales
+    assert unsupported_reason(mixed((16, 8), itemsize=4, zeros=True).groups)
 
 
 def test_shared_latents_are_not_supported() -> None:
@@ -100,7 +100,7 @@ def test_shared_latents_are_not_supported() -> None:
         Latent(side="kv", heads=(0,), rank=16),
         Latent(side="k", heads=(0, 1), rank=16),
     ):
-        assert unread(one_layer([latent], page=16).groups)
+        assert unsupported_reason(one_layer([latent], page=16).groups)
 
 
 def described(groups: tuple[Group, ...], queries: int = 4) -> DecodeGroups:
@@ -217,7 +217,7 @@ def test_decode_is_the_reference_without_kernels(choose) -> None:
 def test_a_reason_says_why_the_reference_runs(options, reason, choose, monkeypatch) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     monkeypatch.setattr(backend, "_interpreted", lambda: True)
-    kernels = Operation("kvfold.ops.decode", {"triton": unread})
+    kernels = Operation("kvfold.ops.decode", {"triton": unsupported_reason})
     choose("triton")
     assert kernels.why_not("cpu", per_head([(16, 16)], page=16).groups) is None
     groups = per_head([(16, 16)], page=16, **options).groups
@@ -250,7 +250,7 @@ def test_any_machine_tells_what_a_gpu_would_do(choose, monkeypatch) -> None:
     choose("reference")
     monkeypatch.setattr(backend, "find_spec", lambda name: None)
     monkeypatch.setattr(backend, "import_module", None)
-    kernels = Operation("kvfold.ops.decode", {"triton": unread})
+    kernels = Operation("kvfold.ops.decode", {"triton": unsupported_reason})
     reasons = [
         kernels.why_not(GPU, per_head([(16, 16)], page=16, bits=bits).groups) for bits in (4, 3)
     ]

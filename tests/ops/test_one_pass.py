@@ -53,12 +53,12 @@ OTHERS = {
 @pytest.mark.parametrize("name", SERVED)
 def test_rows_that_are_served(name: str) -> None:
     layout, queries = SERVED[name]
-    assert one_pass.unread(layout.groups, queries) is None
+    assert one_pass.unsupported_reason(layout.groups, queries) is None
 
 
 @pytest.mark.parametrize("reason", OTHERS)
 def test_and_which_are_not(reason: str) -> None:
-    assert reason in str(one_pass.unread(OTHERS[reason].groups, 4))
+    assert reason in str(one_pass.unsupported_reason(OTHERS[reason].groups, 4))
 
 
 def test_every_number_of_a_row_is_weighed_once() -> None:
@@ -122,7 +122,7 @@ def rebuilt(name: str) -> rebuild.Case:
 def test_keys_that_are_rebuilt(name: str) -> None:
     case = rebuilt(name)
     queries = case.q.shape[1] // len(case.maps.up)
-    assert one_pass.unread(case.groups, queries, case.q.shape[2]) is None
+    assert one_pass.unsupported_reason(case.groups, queries, case.q.shape[2]) is None
 
 
 @pytest.mark.skipif(not HOPPER, reason="for Hopper")

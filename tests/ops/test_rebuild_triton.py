@@ -22,9 +22,9 @@ from kvfold.ops.latent_decode import (  # noqa: E402
     triton_pieces,
 )
 from kvfold.ops.latent_decode import triton as latent_triton  # noqa: E402
-from kvfold.ops.latent_decode.groups import unread  # noqa: E402
+from kvfold.ops.latent_decode.groups import unsupported_reason  # noqa: E402
 from kvfold.ops.latent_decode.maps import find_drift  # noqa: E402
-from kvfold.ops.latent_decode.pieces import unread as unread_pieces  # noqa: E402
+from kvfold.ops.latent_decode.pieces import unsupported_reason as unsupported_by_pieces  # noqa: E402
 from kvfold.ops.latent_decode.plan import HOPPER_BLOCK, Passes, table  # noqa: E402
 from matrix import slow  # noqa: E402
 from rebuild_triton_cases import (  # noqa: E402
@@ -47,14 +47,14 @@ SMALL = Passes(
 
 def error(case: Case, passes: Passes | None = SMALL) -> float:
     """Of the kernels, relative to float64; passes None: as they come."""
-    assert not unread(case.layer, case.groups)
+    assert not unsupported_reason(case.layer, case.groups)
     want = explicit(case)[0].float()
     out, _ = case.run(latent_triton.latent_decode, passes=passes)
     return float((out.float() - want).norm() / want.norm())
 
 
 def error_of_pieces(case: Case) -> float:
-    assert not unread_pieces(case.layer, case.groups)
+    assert not unsupported_by_pieces(case.layer, case.groups)
     want = explicit(case)[0].float()
     out, _ = case.run(triton_pieces.latent_decode)
     return float((out.float() - want).norm() / want.norm())
@@ -113,7 +113,7 @@ def test_thirty_two_heads(kind: str, keys: list[int], values: int, options: dict
     """Llama-2-7B's heads, which have one query each: all of a latent, as LoRC and Palu's J-LRD have
     them, wider than other kernels hold; or four."""
     case = Case(kind, keys, values, [37, 0, 1], queries=1, d=16, **options)
-    assert bool(unread(case.layer, case.groups)) == (kind == "joint")
+    assert bool(unsupported_reason(case.layer, case.groups)) == (kind == "joint")
     assert error_of_pieces(case) < 1e-3
     if kind == "fours":
         assert error(case) < 1e-3
@@ -250,13 +250,13 @@ def test_every_measured_cut_can_be_launched() -> None:
 
 def test_supports() -> None:
     case = Case("lean", [16, 16], 32, [1])
-    assert not unread(case.layer, case.groups)
+    assert not unsupported_reason(case.layer, case.groups)
     post = LayerSpec(keys="post_rope", values="fused", latents=case.layer.latents)
-    assert unread(post, case.groups)
-    assert unread(*layer_and_groups(bits=2))
-    assert unread(*layer_and_groups(bits=4, sub_group=16))
-    assert unread(*layer_and_groups(bits=4, format="kivi"))
-    assert unread(*layer_and_groups(ranks=[16, 0]))
+    assert unsupported_reason(post, case.groups)
+    assert unsupported_reason(*layer_and_groups(bits=2))
+    assert unsupported_reason(*layer_and_groups(bits=4, sub_group=16))
+    assert unsupported_reason(*layer_and_groups(bits=4, format="kivi"))
+    assert unsupported_reason(*layer_and_groups(ranks=[16, 0]))
 
 
 def layer_and_groups(ranks: tuple[int, ...] | list[int] = (32, 32), **options):

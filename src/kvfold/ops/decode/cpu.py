@@ -1,11 +1,13 @@
-"""Decode attention over a layer's pages as one flat list, nothing padded. Plain PyTorch, for CPUs.
+"""Decode attention on CPUs over one list of all layers' pages, without padding. Plain PyTorch.
 
-Shapes: B sequences, g groups of a kind, i = g * B items (a group of a sequence, the group's all
-together), n pages of all items, P rows a page; Hk KV heads, G query heads of one, w numbers.
+Chosen by `attention.cpu_paged` where the Numba kernel is not. Eviction may leave groups with very
+different lengths, so pages of all items stand in one list instead of a padded rectangle. Attention
+is linear in the codes, so codes are multiplied as they are and never converted to a matrix of
+numbers.
 
-Groups may be evicted to very different lengths, and numbers are a few bits each. So pages are read
-as they are, and attention is linear in their codes: neither a rectangle of rows nor the numbers
-that codes stand for are ever made.
+Shapes: B sequences, g groups of one page class, i = g * B items ((sequence, group) pairs, a group's
+items consecutive), n pages of all items, P entries per page; Hk KV heads, G query heads per KV
+head, w numbers.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,11 +24,14 @@ from kvfold.ops.common.pages import PageClass, Plan, words_of
 
 @dataclass(frozen=True)
 class PageList:
-    """Pages of a kind's items, item after item.
+    """The pages of all items of one page class, item after item.
 
-    counts int64 [i]: pages of every item, at least 1; item int64 [n]: whose page it is; units int64
-    [n]: where it begins, in units; last int64 [i]: every item's last page; hidden bool [i, P]: its
-    rows beyond the item's length.
+    kind: the page class.
+    counts int64 [i]: pages of each item, at least 1.
+    item int64 [n]: item of each page.
+    units int64 [n]: offset of each page in the arena, in units.
+    last int64 [i]: number of each item's last page.
+    hidden bool [i, P]: entries of the last page beyond the item's length.
     """
 
     kind: PageClass
@@ -37,7 +42,8 @@ class PageList:
     hidden: Tensor
 
     def read(self, arena: Tensor) -> Tensor:
-        """The pages, uint8 [n, page_bytes]; rows beyond a length, which may be NaN, are 0."""
+        """Copy the pages: uint8 [n, page_bytes]. Entries beyond a length, which may hold NaN,
+        become 0."""
         layout = self.kind.layout
         size = layout.page_units * UNIT
         windows = arena.as_strided(((len(arena) - size) // UNIT + 1, size), (UNIT, 1))
@@ -50,10 +56,11 @@ class PageList:
         return pages
 
     def sum(self, x: Tensor) -> Tensor:
-        """x fp32 [n, ...] -> [i, ...], the sum of every item's pages."""
+        """Sum x fp32 [n, ...] over each item's pages: [i, ...]."""
         return torch.segment_reduce(x, "sum", lengths=self.counts, unsafe=True)
 
     def max(self, x: Tensor) -> Tensor:
+        """Maximum of x fp32 [n, ...] over each item's pages: [i, ...]."""
         return torch.segment_reduce(x, "max", lengths=self.counts, unsafe=True)
 
 
@@ -65,18 +72,22 @@ class Floats:
     width: int
 
     def dots(self, x: Tensor) -> Tensor:
-        """x fp32 [n, G, width] over every row: [n, G, P]."""
+        """Dot products of x fp32 [n, G, width] with every entry: [n, G, P]."""
         return torch.bmm(x, self.numbers.float().mT)
 
     def mix(self, weights: Tensor, pages: PageList) -> Tensor:
-        """Every item's rows summed by weights [n, G, P]: [i, G, width]."""
+        """Sum each item's entries weighted by weights [n, G, P]: [i, G, width]."""
         return pages.sum(torch.bmm(weights, self.numbers.float()))
 
 
 @dataclass(frozen=True)
 class Codes:
-    """Quantised numbers of pages: packed codes uint8 [n, P, bytes], of a row's `width` numbers,
-    scale fp32 and zero [n, 1, P]. A number is scale * code + low."""
+    """Quantised numbers of pages.
+
+    packed uint8 [n, P, bytes]: codes of an entry's `width` numbers; scale fp32 and zero [n, 1, P],
+    zero None without zero points. A number is scale * code + low, where low is the zero point, or
+    what centres the codes on 0.
+    """
 
     packed: Tensor
     width: int
@@ -85,15 +96,17 @@ class Codes:
     zero: Tensor | None
 
     def dots(self, x: Tensor) -> Tensor:
-        """As of `Floats`: x . number = scale * (x . code) + low * sum(x)."""
-        found = (
+        """Dot products of x fp32 [n, G, width] with every entry: scale * (x . code) + low * sum(x),
+        [n, G, P]."""
+        partial_dots = (
             torch.bmm(x[..., columns] * factor, codes.float().mT)
             for columns, factor, codes in codes_by_position(self.packed, self.width, self.bits)
         )
-        dots = reduce(Tensor.add_, found).mul_(self.scale)
+        dots = reduce(Tensor.add_, partial_dots).mul_(self.scale)
         return dots.addcmul_(self._low(), x.sum(-1, keepdim=True))
 
     def mix(self, weights: Tensor, pages: PageList) -> Tensor:
+        """Sum each item's entries weighted by weights [n, G, P]: [i, G, width]."""
         steps = weights * self.scale
         total = pages.sum((weights * self._low()).sum(-1, keepdim=True))
         out = total.repeat(1, 1, self.width)
@@ -102,23 +115,26 @@ class Codes:
         return out
 
     def _low(self) -> Tensor:
+        """The number that code 0 stands for: fp32 [n, 1, P]."""
         return lowest(self.scale, self.zero, self.bits)[..., 0]
 
 
 def supports(groups: Sequence[Group]) -> bool:
-    """Whether `attend_pages` reads these pages: floats, and integers with scales by row."""
+    """Tell whether `attend_pages` supports these pages: floats, and integer codes with a scale per
+    entry."""
     return all("decode" in x.format.kernels for group in groups for x in group.layout.segments)
 
 
 def list_pages(
     layers: Sequence[tuple[slice, Plan]], tables: Tensor, slots: Tensor, lengths: Tensor
 ) -> list[list[PageList]]:
-    """The pages of every layer, kind by kind.
+    """List the pages of every layer: per layer, a `PageList` per page class.
 
-    layers: group numbers and plan of each; tables int32 [S, groups of all layers, pages]; slots
-    int64 [B]; lengths int32 [B, groups of all layers], of these sequences, at least 1.
+    layers: the slice of group numbers and the plan of each layer; tables int32
+        [S, groups of all layers, pages]; slots int64 [B]; lengths int32 [B, groups of all layers]:
+        of these sequences, at least 1.
     """
-    kinds = [(where.start, kind) for where, plan in layers for kind in plan.kinds]
+    kinds = [(groups.start, kind) for groups, plan in layers for kind in plan.kinds]
     group = torch.cat([start + kind.numbers for start, kind in kinds])
     page, batch = layers[0][1].page, len(slots)
     rows = lengths[:, group].T.flatten().long()
@@ -129,24 +145,33 @@ def list_pages(
     units = tables[slots[item % batch], group[item // batch], number].long()
     hidden = torch.arange(page) > ((rows - 1) % page)[:, None]
     sizes = [len(kind.numbers) * batch for _, kind in kinds]
-    num_pages = [int(own.sum()) for own in counts.split(sizes)]
-    each = (
+    num_pages = [int(class_counts.sum()) for class_counts in counts.split(sizes)]
+    per_class = (
         *(x.split(sizes) for x in (counts, ends, hidden)),
         *(x.split(num_pages) for x in (item, units)),
     )
-    found = (
-        PageList(kind, count, whose - whose[0], where, end - (end[0] - count[0]) - 1, beyond)
-        for (_, kind), count, end, beyond, whose, where in zip(kinds, *each, strict=True)
+    page_lists = (
+        PageList(
+            kind,
+            count,
+            item_of_page - item_of_page[0],
+            groups,
+            end - (end[0] - count[0]) - 1,
+            beyond,
+        )
+        for (_, kind), count, end, beyond, item_of_page, groups in zip(
+            kinds, *per_class, strict=True
+        )
     )
-    return [[next(found) for _ in plan.kinds] for _, plan in layers]
+    return [[next(page_lists) for _ in plan.kinds] for _, plan in layers]
 
 
 def attend_pages(q: Tensor, data: Tensor, pages: PageList, scale: float) -> tuple[Tensor, Tensor]:
-    """softmax(q k^T * scale) v of one query a sequence over the groups of a kind.
+    """Compute softmax(q k^T * scale) v of one query per sequence over the groups of one page class.
 
-    q [B, Hk, G, w] of the dtype that unquantised numbers have, where KV head h is the layer's group
-    h, zeros beyond a head's own rank; data: of `PageList.read`. Returns fp32 [B, g, G, w] and the
-    weights fp32 [n, G, P].
+    q [B, Hk, G, w], of the dtype of unquantised numbers, where KV head h belongs to the layer's
+    group h; zero beyond a head's rank. data: of `PageList.read`. Returns fp32 [B, g, G, w] and the
+    attention weights fp32 [n, G, P].
     """
     kind, batch, dtype = pages.kind, len(q), q.dtype
     items = (q[:, kind.numbers].float() * scale).transpose(0, 1).flatten(0, 1)
@@ -158,8 +183,11 @@ def attend_pages(q: Tensor, data: Tensor, pages: PageList, scale: float) -> tupl
 
 
 def add_metrics(arena: Tensor, data: Tensor, pages: PageList, values: Tensor) -> None:
-    """Add values fp32 [n, P] to the metrics of pages that were read as `data`. Rows beyond a length
-    become anything."""
+    """Add values fp32 [n, P] to the eviction metrics of pages that `PageList.read` returned as
+    `data`.
+
+    Metrics of entries beyond a length are undefined afterwards.
+    """
     metrics = pages.kind.layout.blocks.metrics
     start = pages.units * (UNIT // 4) + metrics.offset // 4
     address = start[:, None] + torch.arange(values.shape[1])
@@ -168,12 +196,12 @@ def add_metrics(arena: Tensor, data: Tensor, pages: PageList, values: Tensor) ->
 
 
 def positions_of(data: Tensor, pages: PageList) -> Tensor:
-    """Positions int32 [n, P], 0 beyond a length."""
+    """Return the token positions of the pages' entries: int32 [n, P], 0 beyond a length."""
     return pages.kind.block(data, pages.kind.layout.blocks.positions, torch.int32)[..., 0]
 
 
 def _softmax(scores: Tensor, pages: PageList) -> Tensor:
-    """Over all rows of an item: scores [n, G, P], which become the weights."""
+    """Softmax over all entries of an item. scores [n, G, P] become the weights, in place."""
     scores[pages.last] = scores[pages.last].masked_fill_(pages.hidden[:, None], -torch.inf)
     most = pages.max(scores.amax(-1)).index_select(0, pages.item)
     weights = scores.sub_(most[..., None]).exp_()
@@ -182,7 +210,7 @@ def _softmax(scores: Tensor, pages: PageList) -> Tensor:
 
 
 def _scores(kind: PageClass, keys: Iterable[Codes | Floats], q: Tensor) -> Tensor:
-    """q [n, G, w] over the keys of every page: [n, G, P]."""
+    """Scores of q [n, G, w] with the keys of every page: [n, G, P]."""
     scores, begin = [q.new_zeros(*q.shape[:2], kind.layout.page)], 0
     for numbers in keys:
         scores.append(numbers.dots(q[..., begin : begin + numbers.width]))
@@ -193,7 +221,8 @@ def _scores(kind: PageClass, keys: Iterable[Codes | Floats], q: Tensor) -> Tenso
 def _segments(
     kind: PageClass, data: Tensor, side: str, dtype: torch.dtype
 ) -> Iterator[Codes | Floats]:
-    """A side's numbers in pages uint8 [n, page_bytes], in the order of its columns."""
+    """Yield the segments of one side in pages uint8 [n, page_bytes], in the order of the side's
+    columns."""
     for i, segment in enumerate(kind.layout.segments):
         if side not in segment.side:
             continue

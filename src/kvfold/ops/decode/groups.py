@@ -1,4 +1,7 @@
-"""A layer's groups of rows in score space as the decode kernels read them."""
+"""A layer's groups as the kernel `triton` reads them: widths, strides and offsets in one table.
+
+Shapes: G groups (KV heads) of a layer.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,12 +19,15 @@ from kvfold.ops.common import support
 
 @dataclass(frozen=True)
 class DecodeGroups:
-    """A layer's groups as the kernel reads them.
+    """A layer's groups as `decode_kernel` reads them.
 
-    table int32 [G, 8]: key and value width, words from row to row of keys and of values, words to
-    the first value, fp16s to the first scale and from row to row of scales, first query head.
-    widths: the widest key and value; bits: of keys and of values; align: words that divide all of
-    the rows' lengths.
+    table int32 [G, 8]: width of a key and of a value in numbers; stride from entry to entry of keys
+        and of values, in 16-bit words; offset of the first value, in words; offset of the first
+        scale and stride from entry to entry of scales, in fp16 numbers; first query head.
+    widths: of the widest key and value; narrowest: of the narrowest ones; bits: of keys and of
+        values; zeros: whether entries have zero points; page: entries per page; align: words that
+        divide all strides; paired: whether a key's and a value's scale lie side by side in every
+        entry.
     """
 
     table: Tensor
@@ -34,13 +40,16 @@ class DecodeGroups:
     narrowest: tuple[int, int]
 
     def exact(self, keys: int, values: int) -> bool:
-        """Whether all groups are as wide as that."""
+        """Tell whether all groups have exactly these widths."""
         return self.narrowest == self.widths == (keys, values)
 
 
-def unread(groups: Sequence[Group]) -> str | None:
-    """Why the kernels do not read these groups' rows; None where they do: rows of a KV head each,
-    of 16, 8 or 4 bits a side, with a scale a side, in whole 16-bit words."""
+def unsupported_reason(groups: Sequence[Group]) -> str | None:
+    """Say why the kernel does not support these groups; None if it does.
+
+    It reads entries of one KV head each, with 16, 8 or 4 bits and one scale for keys and one for
+    values, in whole 16-bit words.
+    """
     for group in groups:
         if len(group.heads) > 1:
             return "rows that KV heads share: the kernels read rows of one"
@@ -51,25 +60,28 @@ def unread(groups: Sequence[Group]) -> str | None:
             return "several scales or widths of bits a side: the kernels read one"
     if len({group.layout.has_zero_points for group in groups if group.layout.scales_per_row}) > 1:
         return "zeros in some groups: the kernels read them in all or in none"
-    each = {side: [x for group in groups for x in segments_of(group, side)] for side in SIDES}
-    return support.unread("decode", groups, each)
+    segments = {side: [x for group in groups for x in segments_of(group, side)] for side in SIDES}
+    return support.unread("decode", groups, segments)
 
 
 def segments_of(group: Group, side: str) -> list[Segment]:
+    """Return a group's segments of one side ("k" or "v")."""
     return [segment for segment in group.layout.segments if segment.side == side]
 
 
 @lru_cache(maxsize=4096)
 def decode_groups(groups: tuple[Group, ...], queries: int, device: torch.device) -> DecodeGroups:
-    """queries: query heads of a KV head."""
+    """Collect a layer's groups for the kernel, once. queries: query heads per KV head."""
     rows = []
     for group in groups:
         layout = group.layout
-        found = {
+        side_layout = {
             x.side: (x.width, x.row_bytes // 2, block.offset // 2)
             for x, block in zip(layout.segments, layout.blocks.codes, strict=True)
         }
-        (key, key_row, _), (value, value_row, start) = (found.get(x, (0, 0, 0)) for x in SIDES)
+        (key, key_row, _), (value, value_row, start) = (
+            side_layout.get(x, (0, 0, 0)) for x in SIDES
+        )
         scales = layout.blocks.scales.offset // 2, layout.scales_per_row
         rows.append((key, value, key_row, value_row, start, *scales, group.heads[0] * queries))
     keys, values, *strides = list(zip(*rows, strict=True))[:4]

@@ -1,4 +1,7 @@
-"""What becomes of scores before the softmax, beside their scale. Shapes as in `decode`."""
+"""Limits of attention scores before the softmax: softcap and sliding window.
+
+Shapes as in `ops.decode`.
+"""
 
 from dataclasses import dataclass
 
@@ -9,8 +12,12 @@ LIMITED = "scores are capped, or rows of a page hidden by a window"
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """softcap: scaled scores become softcap * tanh(score / softcap) (None: they stay); window:
-    tokens that a query sees, its own included (None: all); positions int [B]: of the queries."""
+    """Softcap and sliding window of a layer's scores.
+
+    softcap: scaled scores become softcap * tanh(score / softcap); None: no softcap.
+    window: tokens that a query sees, including its own; None: all.
+    positions int [B]: position of each query.
+    """
 
     softcap: float | None
     window: int | None

@@ -1,12 +1,13 @@
-"""Decode attention over pages where they are. Numba kernels, for CPUs.
+"""Decode attention on CPUs over cached pages, without copying them first. Numba kernels.
 
-Shapes: B sequences, G groups of a layer, Hq query heads, H query heads that read a group; K
-*tasks*, each of at most C rows of one group of one sequence; dv widest value. Tables as in
-`common.parts`.
+Chosen by `attention.numba_decode` for score-space keys in formats that `common.parts` supports;
+otherwise `cpu.py` or the reference runs. The entries of a page are converted to fp32 in a core's L1
+cache, once for all heads that read them; stored fp32 is read in place. Results depend neither on
+the number of threads nor on the other sequences of the batch, since tasks do not.
 
-The rows of a page become fp32 in a core's first cache, once for all heads that read them; fp32 is
-read where it lies. Tasks depend on neither the number of threads nor the sequences beside, so that
-results do not either.
+Shapes: B sequences, G groups of a layer, Hq query heads, H query heads that read a group; K tasks,
+each of at most C entries of one group of one sequence; dk, dv widest key and value. The tables of
+segments, parts, groups and heads are those of `common.parts.Parts`.
 """
 
 from dataclasses import dataclass
@@ -26,13 +27,16 @@ from kvfold.ops.common.products_numba import dots, mix, power_of_2
 from kvfold.ops.common.threads import share
 from kvfold.ops.decode.limits import Limits
 
-CHUNK = 512  # rows of a task: their weights fit a core's first cache, beside a page
+CHUNK = 512  # entries per task: their weights and a page fit into a core's L1 cache
 
 
 @dataclass(frozen=True)
 class Watch:
-    """What is added to metrics: attention to the power of 1 or 2, to keys at positions up to
-    last [B]; -1: none of a sequence's."""
+    """What attention adds to the eviction metrics of entries.
+
+    power: weights are added as they are (1) or squared (2).
+    last int [B]: only entries at positions up to this; -1: none of the sequence's entries.
+    """
 
     power: int
     last: Tensor
@@ -42,36 +46,41 @@ def decode(
     q: Tensor, pages: LayerPages, slots: Tensor, scale: float, plan: Parts, watch: Watch | None,
     sinks: Tensor | None = None, limits: Limits | None = None,
 ) -> Tensor:  # fmt: skip
-    """softmax(q k^T * scale) v over the rows of every group: fp32 [B, Hq, dv], 0 beyond a head's
-    own rank and for a group without rows. Adds what is watched to the metrics.
+    """Compute softmax(q k^T * scale) v over the entries of every group, and update the metrics that
+    `watch` asks for.
 
-    q [B, Hq, widest key rank], zeros beyond a head's own rank; slots int64 [B]; sinks fp32 [Hq]: a
-    score without a value beside those of a query head, or None; limits: of scores, or None.
+    q [B, Hq, widest key rank], zero beyond a head's rank; slots int64 [B]; sinks fp32 [Hq]: score
+    of an attention sink per query head (a score without a value), or None; limits: softcap and
+    window, or None. Returns fp32 [B, Hq, dv], zero beyond a head's rank and for a group without
+    entries.
     """
     queries = (q.float() * (scale * LOG2_E)).contiguous().numpy()
     chunk = max(1, CHUNK // plan.page) * plan.page
-    where = slots.numpy()
-    tasks = cut(pages.lengths.numpy(), where, chunk)
+    slot_numbers = slots.numpy()
+    tasks = cut(pages.lengths.numpy(), slot_numbers, chunk)
     shape = len(tasks), plan.heads.shape[1]
     weights = np.empty((*(shape if watch else (0, 0)), chunk), dtype=np.float32)
     sums = np.empty((*shape, 2), dtype=np.float32)
-    found = np.empty((*shape, plan.values), dtype=np.float32)
+    outputs = np.empty((*shape, plan.values), dtype=np.float32)
     arena, halves, singles, ints = views_of(pages.arena)
-    tables = pages.tables.numpy(), where
-    rows = tasks, *tables, plan.segments, plan.parts, plan.groups, plan.heads, plan.page
+    tables = pages.tables.numpy(), slot_numbers
+    arrays = tasks, *tables, plan.segments, plan.parts, plan.groups, plan.heads, plan.page
     data = arena, halves, singles, ints, plan.factors, plan.small, plan.scales, plan.columns
-    cap, window, last = 0.0, 0, where
+    cap, window, last = 0.0, 0, slot_numbers
     if limits is not None:
         cap, window = (limits.softcap or 0.0) * LOG2_E, limits.window or 0
         last = limits.positions.long().numpy()
     bounds = cap, window, last, pages.groups[0].layout.tracked
-    share(partial(_attend, queries, *rows, *data, *bounds, chunk, weights, sums, found), len(tasks))
+    share(
+        partial(_attend, queries, *arrays, *data, *bounds, chunk, weights, sums, outputs),
+        len(tasks),
+    )
     out = np.zeros((*q.shape[:2], plan.values), dtype=np.float32)
     if sinks is None:
-        beside = np.full(q.shape[1], -np.inf, dtype=np.float32)
+        sink_scores = np.full(q.shape[1], -np.inf, dtype=np.float32)
     else:
-        beside = (sinks * LOG2_E).numpy()
-    merge(tasks, plan.groups, plan.heads, sums, found, beside, out)
+        sink_scores = (sinks * LOG2_E).numpy()
+    merge(tasks, plan.groups, plan.heads, sums, outputs, sink_scores, out)
     if watch is not None:
         last = watch.last.numpy()
         observe(
@@ -81,15 +90,17 @@ def decode(
 
 
 def _attend(*arguments: Any) -> None:
-    """The tasks of a thread, the last two arguments."""
+    """Run a thread's tasks; the last two arguments are the first task and the one after the
+    last."""
     *rest, begin, end = arguments
     attend(*rest, begin, end)
 
 
 @kernel(fast=True)
 def powers(scores):
-    """Scores become powers of 2, the largest of them 1. The largest score, the powers' sum."""
-    most, total = np.float32(-1e30), np.float32(0)  # also where all are hidden
+    """Replace scores by 2^(score - maximum), in place. Returns the maximum and the sum of the
+    powers."""
+    most, total = np.float32(-1e30), np.float32(0)  # finite, for tasks whose entries are all hidden
     for i in range(len(scores)):
         most = max(most, scores[i])
     for i in range(len(scores)):
@@ -101,9 +112,12 @@ def powers(scores):
 
 @kernel(fast=True)
 def limit(scores, first, count, row, positions, tracked, cap, least):
-    """Scores [H, C] of `count` rows of a page, columns `first`.. of them: within a cap, where that
-    is above 0, and -inf of rows at positions up to `least`. positions: of the page's rows, where
-    they are tracked; else they count from `row`."""
+    """Apply softcap and sliding window to scores [H, C] of `count` entries of a page, from column
+    `first` on.
+
+    Scores are capped if cap > 0; entries at positions up to `least` become -inf. positions: of the
+    page's entries, if they are tracked; otherwise they count from `row`.
+    """
     for h in range(len(scores)):
         if cap > 0:
             for p in range(first, first + count):
@@ -116,7 +130,7 @@ def limit(scores, first, count, row, positions, tracked, cap, least):
 
 @kernel(fast=True)
 def spread(q, heads, segments, part, queries):
-    """Queries [Hq, dk] of a part's heads to its columns [H, columns]."""
+    """Copy the queries [Hq, dk] of a part's heads to its padded columns [H, columns]."""
     for h in range(part[2], part[2] + part[3]):
         number, column = 0, 0
         for s in range(part[0], part[1]):
@@ -126,22 +140,24 @@ def spread(q, heads, segments, part, queries):
 
 
 @kernel(fast=True)
-def gather(total, segments, part, found):
-    """The way back: columns [H, columns] of a part's heads to values [H, dv]."""
+def gather(total, segments, part, outputs):
+    """Copy a part's padded columns [H, columns] back to values [H, dv]: the inverse of `spread`."""
     for h in range(part[2], part[2] + part[3]):
         number, column = 0, 0
         for s in range(part[0], part[1]):
             width = segments[s, 2]
-            found[h, number : number + width] = total[h, column : column + width]
+            outputs[h, number : number + width] = total[h, column : column + width]
             number, column = number + width, column + (width + LANES - 1) // LANES * LANES
 
 
 @kernel(fast=True)
 def load(
-    base, count, segments, factors, part, arena, halves, singles, scales, each, rows
+    base, count, segments, factors, part, arena, halves, singles, scales, per_entry, rows
 ):  # fmt: skip
-    """The first rows of a page, decoded: fp32 of a part's columns, row after row. scales
-    [count * each]: of these rows."""
+    """Convert the first `count` entries of a page to fp32, in a part's columns, entry after entry.
+
+    scales [count * per_entry]: of these entries.
+    """
     column, stride = 0, part[4]
     for s in range(part[0], part[1]):
         at, size = base + segments[s, 0], segments[s, 1]
@@ -149,8 +165,8 @@ def load(
         if kind < HALF:
             high, scale, zero = at + segments[s, 4], segments[s, 5], segments[s, 6]
             decode_codes(
-                arena, at, high, size, width, kind, count, scales, each, scale, zero, factors[s],
-                rows, column, stride,
+                arena, at, high, size, width, kind, count, scales, per_entry, scale, zero,
+                factors[s], rows, column, stride,
             )  # fmt: skip
         elif kind == SINGLE:
             for p in range(count):
@@ -164,7 +180,8 @@ def load(
 
 @kernel("int64[:,::1](int32[:,:], int64[::1], int64)")
 def cut(lengths, slots, chunk):
-    """Tasks int64 [K, 4]: sequence, group, first row and rows; a group's one after another."""
+    """List tasks int64 [K, 4]: sequence, group, first entry and number of entries. A group's tasks
+    are consecutive."""
     count = 0
     for b in range(len(slots)):
         for g in range(lengths.shape[1]):
@@ -190,69 +207,74 @@ def cut(lengths, slots, chunk):
 )
 def attend(
     q, tasks, tables, slots, segments, parts, groups, heads, page,
-    arena, halves, singles, ints, factors, small, most_scales, columns, cap, window, asked, tracked,
-    chunk, weights, sums, found, begin, end,
+    arena, halves, singles, ints, factors, small, most_scales, columns, cap, window, positions,
+    tracked, chunk, weights, sums, outputs, begin, end,
 ):  # fmt: skip
-    """Attention of tasks begin..end: powers of 2 whose largest is 1 to `weights` [K, H, C], where
-    these are kept, the largest score and the powers' sum to `sums` [K, H, 2], and the values added
-    up by them to `found` [K, H, dv]. cap: in log2, 0: none; window: 0: none, else rows up to
-    asked - window are hidden, asked [B]: positions of the queries."""
+    """Compute attention of tasks begin..end.
+
+    Writes, for every task: weights [K, H, C] (if they are kept): powers of 2, the largest of which
+        is 1; sums [K, H, 2]: the maximum score and the sum of the powers; outputs [K, H, dv]: the
+        values summed with these weights. cap: in log2, 0: none; window: 0: none, otherwise entries
+        at positions up to positions - window are hidden; positions [B]: of the queries.
+    """
     most = heads.shape[1]
-    rows = np.zeros(page * columns, dtype=np.float32)  # of a page, decoded
+    rows = np.zeros(page * columns, dtype=np.float32)  # a page's entries as fp32
     queries = np.empty((most, columns), dtype=np.float32)
     total = np.empty((most, columns), dtype=np.float32)
     local = np.empty((most, chunk), dtype=np.float32)
     scales = np.empty(page * most_scales, dtype=np.float32)
     for t in range(begin, end):
         b, g, row, count = tasks[t, 0], tasks[t, 1], tasks[t, 2], tasks[t, 3]
-        mine = weights[t] if len(weights) else local
-        mine[: groups[g, 3], :count] = 0
+        weight = weights[t] if len(weights) else local
+        weight[: groups[g, 3], :count] = 0
         queries[:] = 0
         for k in range(groups[g, 0], groups[g, 1]):
             spread(q[b], heads[g], segments, parts[k], queries)
         for first in range(0, count, page):
             base = np.int64(tables[slots[b], g, (row + first) // page]) * UNIT
-            inside, each = min(page, count - first), groups[g, 4]
-            decode_scales(arena, halves, base + groups[g, 5], inside * each, small, scales)
+            num_rows, per_entry = min(page, count - first), groups[g, 4]
+            decode_scales(arena, halves, base + groups[g, 5], num_rows * per_entry, small, scales)
             for k in range(groups[g, 0], groups[g, 1]):
                 part = parts[k]
-                own, last, width = part[2], part[2] + part[3], part[4]
+                head, stop, width = part[2], part[2] + part[3], part[4]
                 if part[5]:
                     s = segments[part[0]]
                     at = (base + s[0]) // 4
-                    dots(queries[own:last], singles[at:], s[2], inside, mine[own:last, first:])
+                    dots(
+                        queries[head:stop], singles[at:], s[2], num_rows, weight[head:stop, first:]
+                    )
                 else:
-                    load(base, inside, segments, factors, part, arena, halves, singles, scales,
-                         each, rows)  # fmt: skip
-                    dots(queries[own:last], rows, width, inside, mine[own:last, first:])
+                    load(base, num_rows, segments, factors, part, arena, halves, singles, scales,
+                         per_entry, rows)  # fmt: skip
+                    dots(queries[head:stop], rows, width, num_rows, weight[head:stop, first:])
         if cap > 0 or window > 0:
-            least = asked[b] - window if window > 0 else np.int64(-1)
+            least = positions[b] - window if window > 0 else np.int64(-1)
             for first in range(0, count, page):
                 base = np.int64(tables[slots[b], g, (row + first) // page]) * UNIT
-                at, inside = (base + groups[g, 6]) // 4, min(page, count - first)
-                rows_of = mine[: groups[g, 3]]
-                limit(rows_of, first, inside, row + first, ints[at:], tracked, cap, least)
+                at, num_rows = (base + groups[g, 6]) // 4, min(page, count - first)
+                rows_of = weight[: groups[g, 3]]
+                limit(rows_of, first, num_rows, row + first, ints[at:], tracked, cap, least)
         for h in range(groups[g, 3]):
-            sums[t, h, 0], sums[t, h, 1] = powers(mine[h, :count])
+            sums[t, h, 0], sums[t, h, 1] = powers(weight[h, :count])
         total[:] = 0
         for first in range(0, count, page):
             base = np.int64(tables[slots[b], g, (row + first) // page]) * UNIT
-            inside, each = min(page, count - first), groups[g, 4]
-            decode_scales(arena, halves, base + groups[g, 5], inside * each, small, scales)
+            num_rows, per_entry = min(page, count - first), groups[g, 4]
+            decode_scales(arena, halves, base + groups[g, 5], num_rows * per_entry, small, scales)
             for k in range(groups[g, 1], groups[g, 2]):
                 part = parts[k]
-                own, last, width = part[2], part[2] + part[3], part[4]
+                head, stop, width = part[2], part[2] + part[3], part[4]
                 if part[5]:
                     s = segments[part[0]]
                     at = (base + s[0]) // 4
-                    mix(mine[own:last, first:], singles[at:], s[2], inside, total[own:last])
+                    mix(weight[head:stop, first:], singles[at:], s[2], num_rows, total[head:stop])
                 else:
-                    load(base, inside, segments, factors, part, arena, halves, singles, scales,
-                         each, rows)  # fmt: skip
-                    mix(mine[own:last, first:], rows, width, inside, total[own:last])
-        found[t] = 0
+                    load(base, num_rows, segments, factors, part, arena, halves, singles, scales,
+                         per_entry, rows)  # fmt: skip
+                    mix(weight[head:stop, first:], rows, width, num_rows, total[head:stop])
+        outputs[t] = 0
         for k in range(groups[g, 1], groups[g, 2]):
-            gather(total, segments, parts[k], found[t])
+            gather(total, segments, parts[k], outputs[t])
 
 
 @kernel(
@@ -260,9 +282,12 @@ def attend(
     "float32[::1], float32[:,:,::1])",
     fast=True,
 )
-def merge(tasks, groups, heads, sums, found, sinks, out):
-    """Tasks of a group together: out [B, Hq, dv]. The largest scores in `sums` become what a task's
-    powers are to be multiplied by. sinks [Hq]: -inf where there are none."""
+def merge(tasks, groups, heads, sums, outputs, sinks, out):
+    """Merge the tasks of every group: out [B, Hq, dv].
+
+    The maximum scores in `sums` are replaced by the factor of each task's weights in the softmax.
+    sinks [Hq]: -inf if there are none.
+    """
     k = 0
     while k < len(tasks):
         b, g, end = tasks[k, 0], tasks[k, 1], k + 1
@@ -276,12 +301,12 @@ def merge(tasks, groups, heads, sums, found, sinks, out):
             for t in range(k, end):
                 sums[t, h, 0] = power_of_2(sums[t, h, 0] - most)
                 total += sums[t, h, 0] * sums[t, h, 1]
-            own = out[b, heads[g, h]]
+            head_out = out[b, heads[g, h]]
             for t in range(k, end):
                 factor = sums[t, h, 0] / total
                 sums[t, h, 0] = factor
-                for i in range(len(own)):
-                    own[i] += factor * found[t, h, i]
+                for i in range(len(head_out)):
+                    head_out[i] += factor * outputs[t, h, i]
         k = end
 
 
@@ -293,7 +318,8 @@ def merge(tasks, groups, heads, sums, found, sinks, out):
 def observe(
     tasks, tables, slots, groups, page, weights, sums, last, power, ints, singles
 ):  # fmt: skip
-    """Add the attention of tasks, whose factors are in `sums`, to the metrics of their rows."""
+    """Add the attention weights of tasks to the metrics of their entries. sums: as `merge` leaves
+    them."""
     for t in range(len(tasks)):
         b, g, row = tasks[t, 0], tasks[t, 1], tasks[t, 2]
         for p in range(tasks[t, 3]):

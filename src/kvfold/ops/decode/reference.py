@@ -1,4 +1,7 @@
-"""Attention of one new token a sequence over all of its rows, gathered. Shapes as in `decode`."""
+"""Decode attention in plain PyTorch: gathers all entries first. For layouts without a kernel.
+
+Shapes as in `ops.decode`; T entries of the longest group, R numbers of an entry, Hk KV heads.
+"""
 
 from collections.abc import Sequence
 
@@ -21,7 +24,7 @@ def plan_layers(
     rows: int,
     limited: bool = False,
 ) -> list[None]:
-    """Nothing is planned."""
+    """Return None for every layer: nothing is planned."""
     return [None] * len(layers)
 
 
@@ -29,7 +32,7 @@ def decode(
     q: Tensor, pages: LayerPages, slots: Tensor, scale: float, plan: None = None,
     limits: Limits | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As `ops.decode.decode`."""
+    """See `ops.decode.decode`."""
     stored, groups = gather(pages, slots, pages.lengths[slots], q.dtype), pages.groups
     owner = torch.tensor(owner_of(groups), device=q.device)
     k = _spread(stored.rows, groups, "k", q.shape[-1])
@@ -44,11 +47,12 @@ def decode(
 
 
 def _spread(rows: Tensor, groups: Sequence[Group], side: Side, width: int) -> Tensor:
-    """One side's columns of rows [B, T, R] as [B, Hk, T, width]."""
+    """Copy one side (k or v) of entries [B, T, R] to every KV head that reads it:
+    [B, Hk, T, width]."""
     heads = len(owner_of(tuple(groups)))
     out = rows.new_zeros(rows.shape[0], heads, rows.shape[1], width)
-    for latent in (own for group in groups for own in latents_of(group, side)):
+    for latent in (x for group in groups for x in latents_of(group, side)):
         first, last = latent[0], latent[-1]
-        own = rows[:, None, :, first.start : last.start + last.width]
-        out[:, list(first.heads), :, : own.shape[-1]] = own
+        numbers = rows[:, None, :, first.start : last.start + last.width]
+        out[:, list(first.heads), :, : numbers.shape[-1]] = numbers
     return out

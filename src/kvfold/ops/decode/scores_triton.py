@@ -1,10 +1,15 @@
-"""Weights of rows in score space: the first pass of attention in two. A Triton kernel.
+"""Triton kernel of scores with stored keys: the first of the two passes of `triton_split`.
+
+Serves keys that KV heads share or that have segments of several bit widths, on CUDA, as long as a
+warp can hold a tile of keys and its queries; wider ones are served by `scores_wide`. The scores of
+a key are the sum over the segments of its latent, each times its scale. Heads that share a latent
+are columns of one matrix product, so the latent is read once.
 
 Shapes: B sequences, G groups of a layer, HK key latents (or KV heads: see `pieces.key_heads`), NQ
-query heads of a group, N of a latent, padded to GP (see `plan`); S slices of the items, (sequence,
-latent). Heads that share a latent are columns of one product, so that it is read once.
-A key is the runs of its latent, one a precision (see `pieces.key_pieces`); its score is the sum of
-theirs, each times its own scale.
+query heads per group, N per latent, padded to GP; W code words of a segment, of C codes each; S
+splits of the (sequence, latent) items (see `common.plan`). FORMS: (bits, W) of every bit width in
+the layer. `heads` has a record per latent: KEY_FIELDS numbers, then FORM_FIELDS per bit width (see
+`pieces.key_pieces`).
 """
 # mypy: allow-untyped-defs, disable-error-code=assignment
 
@@ -20,25 +25,30 @@ from kvfold.ops.decode.kernels import after_launch, tile_pages, tile_rows
 
 @triton.jit
 def stored_queries(q, heads, width, W: tl.constexpr, BITS: tl.constexpr):
-    """The queries [W, GP] of every code of a word, and their sums [GP]: what a zero of 1 adds."""
+    """Load queries for a segment: a [W, GP] matrix for every code of a word, and their sums [GP],
+    which zero points are multiplied by."""
     C: tl.constexpr = 16 // BITS
     total = tl.zeros(heads.shape, tl.float32)
-    found = ()
+    by_code = ()
     for J in tl.static_range(C):
         x, sum = load_query(q, heads, width, J, C, W, BITS)
-        found, total = found + (x,), total + sum
-    return found, total
+        by_code, total = by_code + (x,), total + sum
+    return by_code, total
 
 
 @triton.jit
 def _run(
-    s, queries, total, page, row, inside, codes, arena, scale_row, about,
+    s, queries, total, page, row, inside, codes, arena, scale_row, strides,
     BITS: tl.constexpr, W: tl.constexpr, ZEROS: tl.constexpr, SCALE: tl.constexpr,
     ONE_PAGE: tl.constexpr,
 ):  # fmt: skip
-    """s [BLOCK, GP] and what a run of every row adds."""
+    """Add to s [BLOCK, GP] the scores that one segment of every entry contributes.
+
+    strides: words from entry to entry, first word, first scale, offset from a scale to its zero
+        point.
+    """
     LOW: tl.constexpr = 0.0 if ZEROS else (2**BITS - 1) / 2
-    row_words, start, scale_start, zero_step = about
+    row_words, start, scale_start, zero_step = strides
     word = tl.arange(0, W)[None, :]
     if ONE_PAGE:
         at = codes + (page + start) + ((row * row_words)[:, None] + word)
@@ -49,28 +59,31 @@ def _run(
         s += tl.dot(z, queries[0])
     else:
         numbers = unpack_all(z, BITS)
-        own = tl.broadcast_to((total * (-LOW / UNIT))[None, :], s.shape[0], s.shape[1])
+        code_scores = tl.broadcast_to((total * (-LOW / UNIT))[None, :], s.shape[0], s.shape[1])
         for J in tl.static_range(16 // BITS):
-            own = tl.dot(numbers[J], queries[J], own)
-        place = scale_start + row * scale_row
-        inside = inside & (row_words > 0)  # a head without such a run has no scale
-        s += own * (load_scale(arena, page, place, inside, BITS, SCALE) * UNIT)[:, None]
+            code_scores = tl.dot(numbers[J], queries[J], code_scores)
+        scale_at = scale_start + row * scale_row
+        inside = inside & (row_words > 0)  # a head without such a segment has no scale
+        s += code_scores * (load_scale(arena, page, scale_at, inside, BITS, SCALE) * UNIT)[:, None]
         if ZEROS:
-            s += load_scale(arena, page, place + zero_step, inside, 16, 2)[:, None] * total[None, :]
+            s += (
+                load_scale(arena, page, scale_at + zero_step, inside, 16, 2)[:, None]
+                * total[None, :]
+            )
     return s
 
 
 @triton.jit
 def _scores(
-    page, row, inside, queries, totals, abouts, codes, arena, scale_row,
+    page, row, inside, queries, totals, all_strides, codes, arena, scale_row,
     FORMS: tl.constexpr, GP: tl.constexpr, ZEROS: tl.constexpr, SCALE: tl.constexpr,
     BLOCK: tl.constexpr, ONE_PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Scores [BLOCK, GP] of a tile."""
+    """Scores [BLOCK, GP] of a tile: the sum over its segments."""
     s = tl.zeros([BLOCK, GP], tl.float32)
     for f in tl.static_range(len(FORMS)):
         s = _run(
-            s, queries[f], totals[f], page, row, inside, codes, arena, scale_row, abouts[f],
+            s, queries[f], totals[f], page, row, inside, codes, arena, scale_row, all_strides[f],
             FORMS[f][0], FORMS[f][1], ZEROS, SCALE, ONE_PAGE,
         )  # fmt: skip
     return s
@@ -81,9 +94,13 @@ def limited(
     s, first, page, row, inside, query, place, arena, cap, window,
     CAP: tl.constexpr, WINDOW: tl.constexpr, TRACKED: tl.constexpr,
 ):  # fmt: skip
-    """Scores s [BLOCK, GP] of rows first.., in log2: CAP: capped, WINDOW: -inf where `window`
-    hides a row from the query at a position. TRACKED: rows have positions, from place on in int32;
-    else a row's is its index."""
+    """Apply softcap and sliding window to scores s [BLOCK, GP], in log2, of the entries from
+    `first` on.
+
+    CAP: apply softcap `cap`. WINDOW: set to -inf the entries that `window` hides from the query at
+        position `query`. TRACKED: entries store their positions, from `place` on in int32;
+        otherwise an entry's position is its index.
+    """
     if CAP:
         s = softcapped(s, cap)
     if WINDOW:
@@ -106,11 +123,11 @@ def stored_score_kernel(
     PDL: tl.constexpr = False, CAP: tl.constexpr = False, WINDOW: tl.constexpr = False,
     TRACKED: tl.constexpr = False,
 ):  # fmt: skip
-    """Weights of every tile of a slice.
+    """Compute the softmax weights of every tile of a split.
 
-    q [B, HK * N, DQ]; codes: the arena as 16-bit words, arena: as int32; heads: see `key_pieces`;
-    weights, tops, bases as of `values_triton.value_kernel`; positions int [B], places int32 [G],
-    cap, window: see `limited`.
+    q [B, HK * N, DQ]; codes: the arena as 16-bit words, arena: as int32; heads: see the module;
+    weights, tops (maxima per span), bases as in `values_triton.value_kernel`; positions int [B],
+    places int32 [G], cap, window: see `limited`.
     """
     ONE_PAGE: tl.constexpr = PAGE % BLOCK == 0  # a tile lies in one page
     after_launch(PDL)
@@ -122,8 +139,8 @@ def stored_score_kernel(
     n, row = tl.arange(0, GP), tl.arange(0, BLOCK)
     while (item < end_item) | ((item == end_item) & (tile < end_tile)):
         b, h = item // HK, item % HK
-        line = heads + (KEY_FIELDS + FORM_FIELDS * len(FORMS)) * h
-        g, first_head, scale_row = tl.load(line), tl.load(line + 1), tl.load(line + 2)
+        record = heads + (KEY_FIELDS + FORM_FIELDS * len(FORMS)) * h
+        g, first_head, scale_row = tl.load(record), tl.load(record + 1), tl.load(record + 2)
         slot = tl.load(slots + b).to(tl.int64)
         length = tl.load(lengths + slot * length_slot + g)
         stop = tl.cdiv(length, BLOCK)
@@ -131,15 +148,15 @@ def stored_score_kernel(
             stop = end_tile
         if tile < stop:
             query = q + b * q_stride + (first_head + n) * DQ
-            queries, totals, abouts = (), (), ()
+            queries, totals, all_strides = (), (), ()
             for f in tl.static_range(len(FORMS)):
-                at = line + (KEY_FIELDS + FORM_FIELDS * f)
+                at = record + (KEY_FIELDS + FORM_FIELDS * f)
                 width, column = tl.load(at + 2), tl.load(at + 3)
-                found, total = stored_queries(
+                segment_queries, total = stored_queries(
                     query + column, n < N, width, FORMS[f][1], FORMS[f][0]
                 )
-                queries, totals = queries + (found,), totals + (total,)
-                abouts = abouts + ((
+                queries, totals = queries + (segment_queries,), totals + (total,)
+                all_strides = all_strides + ((
                     tl.multiple_of(tl.load(at), ALIGN), tl.multiple_of(tl.load(at + 1), 8),
                     tl.load(at + 4), tl.load(at + 5),
                 ),)  # fmt: skip
@@ -150,34 +167,34 @@ def stored_score_kernel(
             if WINDOW:
                 position, place = tl.load(positions + b).to(tl.int32), tl.load(places + g)
             full = tl.minimum(stop, length // BLOCK)
-            ahead = tile_pages(table, tile, row, length, PAGE, ONE_PAGE)
+            next_page = tile_pages(table, tile, row, length, PAGE, ONE_PAGE)
             for t in tl.range(tile, full, num_stages=STAGES):
-                page = ahead.to(tl.int64) * 32
-                ahead = tile_pages(table, t + 1, row, length, PAGE, ONE_PAGE)
+                page = next_page.to(tl.int64) * 32
+                next_page = tile_pages(table, t + 1, row, length, PAGE, ONE_PAGE)
                 s = _scores(
-                    page, tile_rows(t, row, PAGE, ONE_PAGE), row >= 0, queries, totals, abouts,
+                    page, tile_rows(t, row, PAGE, ONE_PAGE), row >= 0, queries, totals, all_strides,
                     codes, arena, scale_row, FORMS, GP, ZEROS, SCALE, BLOCK, ONE_PAGE,
                 )  # fmt: skip
                 s = limited(
                     s * scale, t * BLOCK, page, tile_rows(t, row, PAGE, ONE_PAGE), row >= 0,
                     position, place, arena, cap, window, CAP, WINDOW, TRACKED,
                 )  # fmt: skip
-                own = to + t * (BLOCK // SPAN) * NQ
-                store_weights(s, weights, tops, own, n < N, BLOCK, BLOCK, GP, NQ, SPAN)
+                weights_at = to + t * (BLOCK // SPAN) * NQ
+                store_weights(s, weights, tops, weights_at, n < N, BLOCK, BLOCK, GP, NQ, SPAN)
             if full < stop:
                 rows = length - full * BLOCK
                 s = _scores(
-                    ahead.to(tl.int64) * 32, tile_rows(full, row, PAGE, ONE_PAGE), row < rows,
-                    queries, totals, abouts, codes, arena, scale_row, FORMS, GP, ZEROS, SCALE,
+                    next_page.to(tl.int64) * 32, tile_rows(full, row, PAGE, ONE_PAGE), row < rows,
+                    queries, totals, all_strides, codes, arena, scale_row, FORMS, GP, ZEROS, SCALE,
                     BLOCK, ONE_PAGE,
                 )  # fmt: skip
                 s = limited(
-                    s * scale, full * BLOCK, ahead.to(tl.int64) * 32,
+                    s * scale, full * BLOCK, next_page.to(tl.int64) * 32,
                     tile_rows(full, row, PAGE, ONE_PAGE), row < rows,
                     position, place, arena, cap, window, CAP, WINDOW, TRACKED,
                 )  # fmt: skip
                 s = tl.where((row < rows)[:, None], s, float("-inf"))
-                own = to + full * (BLOCK // SPAN) * NQ
-                store_weights(s, weights, tops, own, n < N, rows, BLOCK, GP, NQ, SPAN)
+                weights_at = to + full * (BLOCK // SPAN) * NQ
+                store_weights(s, weights, tops, weights_at, n < N, rows, BLOCK, GP, NQ, SPAN)
         item += 1
         tile = 0

@@ -1,8 +1,10 @@
-"""Weights of rows in score space whose keys are too wide to hold with their queries: a first pass.
+"""Triton kernel of scores with stored keys of any width: as `scores_triton`, for wide keys.
 
-Shapes as in `scores_triton`; W 16-bit words are read of a run at a time. The queries' part comes
-from memory for every tile too, so that neither the width of a latent nor the number of heads that
-share it is too much to hold on chip.
+Chosen by `triton_split` on CUDA where a warp cannot hold a tile of keys with its queries. It reads
+W code words of a segment at a time, and reads the queries from memory again for every tile, so
+neither a latent's width nor the number of heads that share it is limited by registers.
+
+Shapes as in `scores_triton`.
 """
 # mypy: allow-untyped-defs
 
@@ -18,43 +20,49 @@ from kvfold.ops.decode.scores_triton import limited, stored_queries
 
 @triton.jit
 def _run(
-    s, at, query, there, page, row, inside, arena, line, scale_row,
+    s, at, query, here, page, row, inside, arena, record, scale_row,
     BITS: tl.constexpr, W: tl.constexpr, ZEROS: tl.constexpr, SCALE: tl.constexpr,
     ALIGN: tl.constexpr, STAGES: tl.constexpr, ONE_PAGE: tl.constexpr,
 ):  # fmt: skip
-    """s [BLOCK, GP] and what a run of every row adds. at: pointer to a page's words, query: to the
-    queries [GP]; line: of the run, see `pieces.key_pieces`."""
+    """Add to s [BLOCK, GP] the scores that one segment of every entry contributes.
+
+    at: pointer to a page's words; query: pointers to the queries [GP]; here [GP]: columns that are
+        no padding; record: the segment's numbers in `heads`, see `pieces.key_pieces`.
+    """
     C: tl.constexpr = 16 // BITS
     LOW: tl.constexpr = 0.0 if ZEROS else (2**BITS - 1) / 2
-    words = tl.multiple_of(tl.load(line), ALIGN)
-    start, column = tl.multiple_of(tl.load(line + 1), 8), tl.multiple_of(tl.load(line + 3), ALIGN)
+    words = tl.multiple_of(tl.load(record), ALIGN)
+    start, column = (
+        tl.multiple_of(tl.load(record + 1), 8),
+        tl.multiple_of(tl.load(record + 3), ALIGN),
+    )
     if ONE_PAGE:
         at = at + (page + start) + (row * words)[:, None]
     else:
         at = at + (page + start + row * words)[:, None]
-    own, total = s, tl.zeros(there.shape, tl.float32)
+    code_scores, total = s, tl.zeros(here.shape, tl.float32)
     if BITS < 16:
-        own = s * 0
+        code_scores = s * 0
     for first in tl.range(0, words, W, num_stages=STAGES):
         word = first + tl.arange(0, W)
         z = tl.load(at + word[None, :], (word < words)[None, :], 0)
         queries, sums = stored_queries(
-            query + column + first * C, there, (words - first) * C, W, BITS
+            query + column + first * C, here, (words - first) * C, W, BITS
         )
         numbers = unpack_all(z, BITS)
         for J in tl.static_range(C):
-            own = tl.dot(numbers[J], queries[J], own)
+            code_scores = tl.dot(numbers[J], queries[J], code_scores)
         if BITS < 16:
             total += sums
     if BITS < 16:
-        place, inside = tl.load(line + 4) + row * scale_row, inside & (words > 0)
-        scale = load_scale(arena, page, place, inside, BITS, SCALE) * UNIT
-        s += (own - (total * (LOW / UNIT))[None, :]) * scale[:, None]
+        scale_at, inside = tl.load(record + 4) + row * scale_row, inside & (words > 0)
+        scale = load_scale(arena, page, scale_at, inside, BITS, SCALE) * UNIT
+        s += (code_scores - (total * (LOW / UNIT))[None, :]) * scale[:, None]
         if ZEROS:
-            zero = load_scale(arena, page, place + tl.load(line + 5), inside, 16, 2)
+            zero = load_scale(arena, page, scale_at + tl.load(record + 5), inside, 16, 2)
             s += zero[:, None] * total[None, :]
     else:
-        s = own
+        s = code_scores
     return s
 
 
@@ -70,7 +78,8 @@ def wide_score_kernel(
     PDL: tl.constexpr = False, CAP: tl.constexpr = False, WINDOW: tl.constexpr = False,
     TRACKED: tl.constexpr = False,
 ):  # fmt: skip
-    """Weights of every tile of a slice, as `stored_score_kernel`."""
+    """Compute the softmax weights of every tile of a split. Arguments as of
+    `stored_score_kernel`."""
     ONE_PAGE: tl.constexpr = PAGE % BLOCK == 0  # a tile lies in one page
     after_launch(PDL)
     slice = tl.program_id(0)
@@ -81,8 +90,8 @@ def wide_score_kernel(
     n, row = tl.arange(0, GP), tl.arange(0, BLOCK)
     while (item < end_item) | ((item == end_item) & (tile < end_tile)):
         b, h = item // HK, item % HK
-        line = heads + (KEY_FIELDS + FORM_FIELDS * len(FORMS)) * h
-        g, first_head, scale_row = tl.load(line), tl.load(line + 1), tl.load(line + 2)
+        record = heads + (KEY_FIELDS + FORM_FIELDS * len(FORMS)) * h
+        g, first_head, scale_row = tl.load(record), tl.load(record + 1), tl.load(record + 2)
         slot = tl.load(slots + b).to(tl.int64)
         length = tl.load(lengths + slot * length_slot + g)
         stop = tl.cdiv(length, BLOCK)
@@ -99,16 +108,16 @@ def wide_score_kernel(
             for t in tl.range(tile, stop, num_stages=1):
                 rows = length - t * BLOCK
                 page = tile_pages(table, t, row, length, PAGE, ONE_PAGE).to(tl.int64) * 32
-                own = tile_rows(t, row, PAGE, ONE_PAGE)
+                entry_rows = tile_rows(t, row, PAGE, ONE_PAGE)
                 s = tl.zeros([BLOCK, GP], tl.float32)
                 for f in tl.static_range(len(FORMS)):
                     s = _run(
-                        s, codes, query, n < N, page, own, row < rows, arena,
-                        line + (KEY_FIELDS + FORM_FIELDS * f), scale_row, FORMS[f][0], FORMS[f][1],
-                        ZEROS, SCALE, ALIGN, STAGES, ONE_PAGE,
+                        s, codes, query, n < N, page, entry_rows, row < rows, arena,
+                        record + (KEY_FIELDS + FORM_FIELDS * f), scale_row, FORMS[f][0],
+                        FORMS[f][1], ZEROS, SCALE, ALIGN, STAGES, ONE_PAGE,
                     )  # fmt: skip
                 s = limited(
-                    s * scale, t * BLOCK, page, own, row < rows,
+                    s * scale, t * BLOCK, page, entry_rows, row < rows,
                     position, place, arena, cap, window, CAP, WINDOW, TRACKED,
                 )  # fmt: skip
                 s = tl.where((row < rows)[:, None], s, float("-inf"))

@@ -1,7 +1,11 @@
-"""Decode attention on pages by kernels: how a step is planned, and a layer's two launches.
+"""Launches the kernel `triton`: decode attention where every KV head has its own entries.
 
-Shapes: B sequences, G groups (KV heads) of a layer, L layers, N query heads of a KV head, padded to
-GP; I = B * G items, S slices (see `plan`).
+Chosen on CUDA for one bit width and one scale for keys and one for values (see `groups`).
+`plan_layers` divides a step's work among programs; `decode` launches `kernels.decode_kernel`, then
+`common.combine` merges items that several programs share.
+
+Shapes: B sequences, G groups (KV heads) of a layer, L layers, N query heads per KV head, padded to
+GP; I = B * G items, S splits of the work (see `common.plan`).
 """
 
 from collections.abc import Sequence
@@ -23,14 +27,14 @@ from kvfold.ops.decode.groups import DecodeGroups, decode_groups
 from kvfold.ops.decode.kernels import decode_kernel
 from kvfold.ops.decode.tuning import tuning_for
 
-OVERHEAD = 512  # cost of beginning an item, in bits of a row
-SMALLEST = 4  # tiles of a slice
+OVERHEAD = 512  # cost of starting an item, in bits of an entry
+SMALLEST = 4  # fewest tiles of a split
 
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """One layer's slices, lengths int32 [I] of its items, and where parts go: room that layers
-    share."""
+    """One layer's splits, the lengths int32 [I] of its items, and buffers of partial results (see
+    `decode_kernel`), which all layers share."""
 
     slices: Slices
     lengths: Tensor
@@ -49,8 +53,12 @@ def plan_layers(
     num_slices: int | None = None,
     slots: Tensor | None = None,
 ) -> list[DecodePlan]:
-    """As `ops.decode.plan_layers`; rows are no matter here. lengths: where slots int [B] are given,
-    [S, groups of all layers]; num_slices: of every layer, by default as many as run at once."""
+    """See `ops.decode.plan_layers`; `rows` is not used.
+
+    lengths: [S, groups of all layers] of all slots if `slots` int [B] is passed. tuning: by default
+        from `tuning.json`. num_slices: splits per layer, by default as many as run at the same
+        time.
+    """
     device = lengths.device
     groups, cost, width = costs_of(tuple(map(tuple, layers)), queries, device)
     tuning = tuning or tuning_for(groups, queries)
@@ -60,25 +68,31 @@ def plan_layers(
     number = num_slices + counted.shape[1]
     part = torch.empty(number, padded_queries(queries), width, device=device)
     part_ml = torch.empty(number, 2, part.shape[1], device=device)
-    room = tuning, part, part_ml
-    return [DecodePlan(slices.layer(i), own, *room) for i, own in enumerate(counted)]
+    shared = tuning, part, part_ml
+    return [
+        DecodePlan(slices.layer(i), layer_lengths, *shared)
+        for i, layer_lengths in enumerate(counted)
+    ]
 
 
 @lru_cache
 def costs_of(
     layers: tuple[tuple[Group, ...], ...], queries: int, device: torch.device
 ) -> tuple[DecodeGroups, Tensor, int]:
-    """The first layer's groups, int32 [L, G] cost of a tile of all, and the widest value."""
-    each = [decode_groups(groups, queries, device) for groups in layers]
-    # In bits of a row, of which some are for what does not depend on its width.
-    cost = torch.stack([x.table[:, 0] * x.bits[0] + x.table[:, 1] * x.bits[1] + 1000 for x in each])
-    return each[0], cost, padded_width(max(groups.widths[1] for groups in each))
+    """Return the first layer's groups, the cost int32 [L, G] of a tile in every group of all
+    layers, and the width of the widest value."""
+    layer_groups = [decode_groups(groups, queries, device) for groups in layers]
+    # In bits of an entry; the constant is work that does not depend on its width.
+    cost = torch.stack(
+        [x.table[:, 0] * x.bits[0] + x.table[:, 1] * x.bits[1] + 1000 for x in layer_groups]
+    )
+    return layer_groups[0], cost, padded_width(max(groups.widths[1] for groups in layer_groups))
 
 
 def decode(
     q: Tensor, pages: LayerPages, slots: Tensor, scale: float, plan: DecodePlan | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As `ops.decode.decode`."""
+    """See `ops.decode.decode`."""
     arena, tables, lengths, _ = pages
     num_groups = len(pages.groups)
     q, queries = q.contiguous(), q.shape[1] // num_groups

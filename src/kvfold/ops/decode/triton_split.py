@@ -1,9 +1,15 @@
-"""Decode attention in two passes, on rows that KV heads share or that have several precisions.
+"""Launches the kernels `triton_split`: decode attention in two passes, or in one on Hopper.
 
-Keys want a program a latent; values that heads share want one for all of them, and their pieces
-are unpacked once. So the first pass turns every latent's rows into weights of the heads that it
-serves, and the second weighs values by them (`common.values_triton`). The weights cost as many
-bytes as Hq 16-bit numbers a row, written and read once a piece.
+Chosen on CUDA for entries that KV heads share or that have segments of several bit widths. If a
+Hopper GPU supports all layers in `ops.one_pass` and there are at least `one_pass.ROWS` entries,
+`plan_layers` chooses that kernel instead of the two passes.
+
+Why two passes: keys are best computed with a program per latent, values that heads share with one
+    program for all of these heads, which unpacks each piece once. So the first pass
+    (`scores_triton`, or `scores_wide` for wide keys) computes softmax weights, and the second
+    (`common.values_triton`) sums the values weighted by them. The weights cost as many bytes as Hq
+    16-bit numbers per entry, written once and read once per piece of the values.
+
 Shapes as in `decode.triton`; V pieces of values.
 """
 # mypy: allow-untyped-defs
@@ -40,7 +46,7 @@ from kvfold.ops.latent_decode.pieces import TILE
 
 SCORES = Tuning(block=64, stages=3, warps=1, slices=8)
 WIDE = Tuning(block=128, stages=3, warps=4, slices=3)
-HELD = (128, 32)  # words of a key and columns of queries that a warp holds without spilling
+HELD = (128, 32)  # code words of a key and query columns that a warp holds without spilling
 
 
 def plan_layers(
@@ -51,22 +57,25 @@ def plan_layers(
     cuts: tuple[Tuning, Tuning] | None = None,
     limited: bool = False,
 ) -> list[SplitPlan] | list[one_pass.OnePassPlan]:
-    """As `ops.decode.plan_layers`. cuts: of both passes; None: as they are fastest, or in one pass
-    where that serves all of the layers and rows are many."""
-    whole = cuts is None and not limited and rows >= one_pass.ROWS
-    if whole and all(one_pass.serves(tuple(x), queries, lengths.device) for x in layers):
+    """See `ops.decode.plan_layers`. Chooses one pass if it supports all layers and `rows` is large
+    enough.
+
+    cuts: tuning of both passes, which also rules out one pass; None: the fastest.
+    """
+    may_use_one_pass = cuts is None and not limited and rows >= one_pass.ROWS
+    if may_use_one_pass and all(one_pass.serves(tuple(x), queries, lengths.device) for x in layers):
         return one_pass.plan_layers(layers, lengths, queries)
     keys = [key_pieces(tuple(x), queries, lengths.device) for x in layers]
     tables = [(x.table, x.cost) for x in keys]
     wide = not all(held(tuple(x), queries, lengths.device) for x in layers)
-    how = cuts or (WIDE if wide else SCORES, VALUES)
-    plans = plan_split(layers, tables, lengths, queries, rows, *how)
+    tunings = cuts or (WIDE if wide else SCORES, VALUES)
+    plans = plan_split(layers, tables, lengths, queries, rows, *tunings)
     return [replace(plan, wide=wide) for plan in plans]
 
 
 @lru_cache(maxsize=4096)
 def held(groups: tuple[Group, ...], queries: int, device: torch.device) -> bool:
-    """Whether a warp holds a tile of keys and the queries of all heads that share it."""
+    """Tell whether a warp holds a tile of keys and the queries of all heads that share it."""
     words = sum(words for _, words in key_pieces(groups, queries, device).forms)
     return words <= HELD[0] and padded_queries(key_heads(groups) * queries) <= HELD[1]
 
@@ -75,7 +84,7 @@ def decode(
     q: Tensor, pages: LayerPages, slots: Tensor, scale: float,
     plan: SplitPlan | one_pass.OnePassPlan | None = None, limits: Limits | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As `ops.decode.decode`."""
+    """See `ops.decode.decode`."""
     _, tables, lengths, groups = pages
     q, queries = q.contiguous(), q.shape[1] // len(owner_of(groups))
     if plan is None:
@@ -83,7 +92,7 @@ def decode(
         rows = counts.numel() * tables.shape[2] * groups[0].layout.page
         plan = plan_layers([groups], counts, queries, rows, limited=limits is not None)[0]
     if isinstance(plan, one_pass.OnePassPlan):
-        assert limits is None, "one pass knows no limits"
+        assert limits is None, "the one-pass kernel supports no limits"
         return one_pass.decode(q, pages, slots, scale, plan)
     _score(q, pages, slots, scale, plan, queries, limits)
     values = value_pieces(groups, queries, q.device)
@@ -97,9 +106,9 @@ def _score(
     q: Tensor, pages: LayerPages, slots: Tensor, scale: float, plan: SplitPlan, queries: int,
     limits: Limits | None,
 ) -> None:  # fmt: skip
-    """The first pass: weights of all rows into the plan's room."""
+    """Launch the first pass: weights of all entries into the plan's workspace."""
     arena, tables, lengths, groups = pages
-    room, cut, each = plan.room, plan.cuts[0], key_heads(groups)
+    workspace, tuning, columns = plan.room, plan.cuts[0], key_heads(groups) * queries
     keys = key_pieces(groups, queries, q.device)
     kernel, forms, coded = stored_score_kernel, keys.forms, keys.forms[0][0] < 16
     if plan.wide:
@@ -109,16 +118,16 @@ def _score(
         cap, window = limits.softcap or cap, limits.window or window
         positions, places = limits.positions.contiguous(), _places(groups, q.device)
     kernel[(plan.scores.starts.shape[0] - 1,)](
-        q, q.stride(0), room.weights, room.tops,
+        q, q.stride(0), workspace.weights, workspace.tops,
         words_of(arena, torch.uint16 if coded else q.dtype), words_of(arena, torch.int32),
         tables, tables.stride(0), tables.stride(1), lengths, lengths.stride(0), slots,
         keys.table, plan.bases, plan.scores.starts, scale * LOG2_E,
         positions, places, cap, window,
         FORMS=forms, KEY_FIELDS=KEY_FIELDS, FORM_FIELDS=FORM_FIELDS,
-        G=len(groups), HK=len(keys.table), NQ=q.shape[1] // len(groups), N=each * queries,
-        GP=padded_queries(each * queries), DQ=q.shape[2], ZEROS=keys.zeros, SCALE=keys.scale,
-        PAGE=groups[0].layout.page, ALIGN=keys.align, BLOCK=cut.block, SPAN=SPAN,
-        STAGES=cut.stages, num_warps=cut.warps, maxnreg=cut.registers,
+        G=len(groups), HK=len(keys.table), NQ=q.shape[1] // len(groups), N=columns,
+        GP=padded_queries(columns), DQ=q.shape[2], ZEROS=keys.zeros, SCALE=keys.scale,
+        PAGE=groups[0].layout.page, ALIGN=keys.align, BLOCK=tuning.block, SPAN=SPAN,
+        STAGES=tuning.stages, num_warps=tuning.warps, maxnreg=tuning.registers,
         CAP=limits is not None and limits.softcap is not None,
         WINDOW=limits is not None and limits.window is not None, TRACKED=groups[0].layout.tracked,
         **launch_options(q.device),
@@ -127,6 +136,6 @@ def _score(
 
 @lru_cache(maxsize=4096)
 def _places(groups: tuple[Group, ...], device: torch.device) -> Tensor:
-    """Where a page's positions begin, in int32 [G]."""
+    """Offset of the positions in a page of every group, in int32 numbers: [G]."""
     places = [group.layout.blocks.positions.offset // 4 for group in groups]
     return torch.tensor(places, dtype=torch.int32, device=device)

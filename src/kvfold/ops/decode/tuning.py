@@ -1,6 +1,6 @@
-"""How the decode kernels are cut, from what was measured: tuning.json.
+"""Tuning of the kernel `triton`: the fastest measured tile sizes and warps, from tuning.json.
 
-`python tools/tune_decode.py` writes that file anew on a GPU.
+`python tools/tune_decode.py` measures them again on a GPU and rewrites that file.
 """
 
 from dataclasses import dataclass, replace
@@ -17,8 +17,11 @@ FILE = Path(__file__).with_name("tuning.json")
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Groups that a measurement holds for. bits and widths of keys and of values, widths rounded up
-    to powers of two; page: rows; queries: of a KV head, rounded up to a power of two."""
+    """The shape of groups that a measurement applies to.
+
+    bits and widths: of keys and of values, widths rounded up to powers of two; page: entries per
+        page; queries: query heads per KV head, rounded up to a power of two.
+    """
 
     bits: tuple[int, int]
     widths: tuple[int, int]
@@ -26,27 +29,29 @@ class Shape:
     queries: int
 
     def distance(self, other: "Shape") -> tuple[float, ...]:
-        """Most decisive first: how codes become numbers, bytes of a row, the page."""
-        mine = (self.row_bits, self.page, self.queries)
-        others = (other.row_bits, other.page, other.queries)
+        """How far another shape's measurement is from this one: by bit widths, then bytes of an
+        entry, then page size, then queries."""
+        sizes = (self.row_bits, self.page, self.queries)
+        other_sizes = (other.row_bits, other.page, other.queries)
         bits = sum(abs(log2(a / b)) for a, b in zip(self.bits, other.bits, strict=True))
-        return (bits, *(abs(log2(a / b)) for a, b in zip(mine, others, strict=True)))
+        return (bits, *(abs(log2(a / b)) for a, b in zip(sizes, other_sizes, strict=True)))
 
     @property
     def compiled(self) -> tuple[object, ...]:
-        """All that registers depend on."""
+        """All that the number of registers depends on."""
         return self.bits, self.widths, self.page, padded_queries(self.queries)
 
     @property
     def row_bits(self) -> int:
+        """Bits of an entry."""
         return sum(n * bits for n, bits in zip(self.widths, self.bits, strict=True))
 
 
 def tuning_for(groups: DecodeGroups, queries: int) -> Tuning:
-    """The cut for a layer's groups; queries: query heads of a KV head.
+    """Return the tuning for a layer's groups. queries: query heads per KV head.
 
-    A shape that was not measured takes the nearest one's, without its limit on registers, which
-    might spill, and with no more slices than then run at once.
+    A shape that was not measured takes that of the nearest one, without its register limit, which
+    might cause spills, and with no more splits than then run at the same time.
     """
     widths = power_of_two(groups.widths[0]), power_of_two(groups.widths[1])
     return _nearest(groups.bits, widths, groups.page, queries)
@@ -55,16 +60,16 @@ def tuning_for(groups: DecodeGroups, queries: int) -> Tuning:
 @lru_cache(maxsize=4096)
 def _nearest(bits: tuple[int, int], widths: tuple[int, int], page: int, queries: int) -> Tuning:
     wanted = Shape(bits=bits, widths=widths, page=page, queries=power_of_two(queries))
-    near = min(table(), key=wanted.distance)
-    found = table()[near]
-    if near.compiled == wanted.compiled:
-        return found
-    return replace(found, registers=None, slices=min(found.slices, Tuning.slices))
+    nearest = min(table(), key=wanted.distance)
+    tuning = table()[nearest]
+    if nearest.compiled == wanted.compiled:
+        return tuning
+    return replace(tuning, registers=None, slices=min(tuning.slices, Tuning.slices))
 
 
 @lru_cache
 def table() -> dict[Shape, Tuning]:
-    """All that was measured."""
+    """Return all measurements."""
     return {
         Shape(
             bits=tuple(x["bits"]),

@@ -1,11 +1,29 @@
-"""Attention of one new token a sequence over pages whose keys are rebuilt from latents (Palu §4).
+"""Decode attention with keys reconstructed from latents before RoPE (Palu §4): one new token per
+sequence over its cached pages.
 
-Shapes: B sequences, G groups of the layer, H KV heads of a group, Hk = G * H, N query heads of a KV
-head, Hq = Hk * N; d head dim, w rotary dims, F their pairs (d / 2, to a power of two), r widest key
-rank; S slots, n pages of the longest group, M positions.
-Keys are `pre_rope`: the key of head h at position p is R_p (A_h z + mu_h), z the latent that serves
-it. Values are latents, attended to as they are. A latent may serve one head, some or all, and may
-be both key and value.
+The key of head h at position p is R_p (A_h z + mu_h), where z is the latent that serves the head.
+Values are latents that are attended to as they are. A latent may serve one head, some or all, and
+may be both key and value.
+
+Kernels, in order of preference; the first that supports a layer's layout is chosen:
+
+name           layout                                     device    file
+triton         latents of one segment (16, 8 or 4 bits),  CUDA      triton.py: scores_triton.py (or
+               at most 512 numbers, equally many heads              scores_gluon.py on Hopper), then
+               each                                                 values_triton.py
+triton_pieces  latents of any width, segments of several  CUDA      triton_pieces.py:
+               bit widths                                           scores_pieces.py, then
+                                                                    common/values_triton.py
+one pass       as triton_pieces, values shared by all     Hopper    ops/one_pass, chosen in
+               heads; at least `one_pass.ROWS` entries              triton_pieces.plan_layers
+reference      all others: reconstructs all keys          any       reference.py
+
+Words (entry, tile, item, split, segment, piece, code word, scale ..): see `ops.decode`. A *stretch*
+is REACH entries over which slow RoPE pairs are approximated, see `maps.Drift`.
+
+Shapes: B sequences, G groups of the layer, H KV heads per group, Hk = G * H, N query heads per KV
+head, Hq = Hk * N; d head dim, w rotary dims, F their pairs (d / 2, rounded up to a power of two), r
+widest key rank; S slots, n pages of the longest group, M positions.
 """
 
 from collections.abc import Sequence
@@ -20,35 +38,38 @@ from kvfold.ops.backend import Operation
 from kvfold.ops.common.pages import LayerPages
 from kvfold.ops.common.plan import columns_of
 from kvfold.ops.latent_decode import pieces
-from kvfold.ops.latent_decode.groups import Layer, unread
+from kvfold.ops.latent_decode.groups import Layer, unsupported_reason
 from kvfold.ops.latent_decode.maps import KeyMaps, exact_table, rope_table
 
 __all__ = ["KeyMaps", "exact_table", "latent_decode", "plan_layers", "rope_table", "why_not"]
 
-# Each has `plan_layers` and `latent_decode`, which are called as those below.
-LATENT_DECODE = Operation(__name__, {"triton": unread, "triton_pieces": pieces.unread})
+# Each kernel's module has `plan_layers` and `latent_decode` with the signatures below.
+LATENT_DECODE = Operation(
+    __name__, {"triton": unsupported_reason, "triton_pieces": pieces.unsupported_reason}
+)
 
 
 def why_not(layer: LayerSpec, groups: Sequence[Group], device_type: str) -> str | None:
-    """Why `latent_decode` rebuilds all keys of such pages, in plain PyTorch; None where it does
-    not."""
+    """Say why `latent_decode` would reconstruct all keys of such pages in plain PyTorch (the
+    reference); None if a kernel supports them."""
     return LATENT_DECODE.why_not(device_type, layer, tuple(groups))
 
 
 def plan_layers(
     q: Tensor, layers: Sequence[Layer], lengths: Tensor, rows: int, maps: Sequence[KeyMaps]
 ) -> list[Any]:
-    """How a step's work is cut, of layers with equally many groups and latents at once: what
-    `latent_decode` takes of each, or None where nothing is planned. No host sync.
+    """Divide a step's work among programs, for several layers with equally many groups and latents.
 
-    q [B, Hq, d]: any of the step; lengths int [B, groups of all layers], the step's own rows
-    included; rows: at most as many has a layer, its groups added up; maps: of every layer.
+    q [B, Hq, d]: queries of any layer of the step; lengths int [B, groups of all layers]: entries
+    per group, including those that the step itself adds; rows: upper bound of a layer's entries,
+    summed over its groups and sequences; maps: of every layer. Returns per layer what
+    `latent_decode` takes as `plan`, or None if nothing is planned. Does not wait for the device.
     """
 
-    def make(module: ModuleType, own: list[int]) -> list[Any]:
-        counts = columns_of(lengths, len(layers), own)
-        mine = [layers[i] for i in own], counts, rows, [maps[i] for i in own]
-        plans: list[Any] = module.plan_layers(q, *mine)
+    def make(module: ModuleType, served: list[int]) -> list[Any]:
+        counts = columns_of(lengths, len(layers), served)
+        served_layers = [layers[i] for i in served], counts, rows, [maps[i] for i in served]
+        plans: list[Any] = module.plan_layers(q, *served_layers)
         return plans
 
     return LATENT_DECODE.plan(q.device.type, layers, make)
@@ -57,12 +78,14 @@ def plan_layers(
 def latent_decode(
     q: Tensor, pages: LayerPages, slots: Tensor, scale: float, maps: KeyMaps, plan: Any = None
 ) -> tuple[Tensor, Tensor]:
-    """softmax(q k^T * scale) v over the rows of every group, k rebuilt from its latent.
+    """Compute softmax(q k^T * scale) v over the entries of every group, with keys reconstructed
+    from latents.
 
-    q [B, Hq, d], rotated at its own position; slots int64 [B]; plan: of `plan_layers`, else made
-    here. Rows without stored positions are at their index. Returns [B, Hq, widest value rank], 0
-    beyond a head's own rank and for a group without rows, and the log2-sum-exp2 of the scaled
-    scores, fp32 [B, Hq], -inf for a group without rows.
+    q [B, Hq, d], rotated at its position; slots int64 [B]; plan: of `plan_layers`, by default made
+    here. Entries without stored positions have their index as position.
+    Returns [B, Hq, widest value rank], zero beyond a head's rank and for a group without entries,
+    and the log2 of the sum of 2^score (scores in log2), fp32 [B, Hq], -inf for a group without
+    entries.
     """
     module = LATENT_DECODE.choose(q.device.type, maps.layer, pages.groups).module
     return module.latent_decode(q, pages, slots, scale, maps, plan)

@@ -1,4 +1,8 @@
-"""Queries in the space of rebuilt keys' latents, for pairs that turn slowly. A Triton kernel.
+"""Triton kernel that multiplies queries by the key maps, for RoPE pairs that rotate slowly.
+
+Runs before the scores of the kernel `triton`, on CUDA, if half of the pairs rotate slowly (see
+`maps.Drift`). Its results are queries in the space of a key's latent, one set per stretch of REACH
+entries.
 
 Shapes as in `scores_triton`.
 """
@@ -21,12 +25,12 @@ def fold_kernel(
     WP: tl.constexpr, SHARE: tl.constexpr, BITS: tl.constexpr, ZEROS: tl.constexpr,
     REACH: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Queries in the space of a KV head's latent, for the slow pairs, by stretch and power.
+    """Multiply queries by the map of their KV head, for the slow pairs, by stretch and power.
 
-    Program (i, item): stretches i, i + programs .. of item (b, h). folded [stretches, HG / SHARE,
-    C, W, SHARE * GP], of the queries as `_scores` multiplies them, SHARE heads side by side; extra
-    fp32 [stretches, HG, 3, GP]: what mu, the codes' middle and a zero of 1 add. WP: W to a power
-    of two.
+    Program (i, item) computes stretches i, i + number of programs .. of item (b, h). folded
+    [stretches, HG / SHARE, C, W, SHARE * GP]: queries as `_scores` multiplies them, SHARE heads
+    side by side. extra fp32 [stretches, HG, 3, GP]: what mu, the middle code and a zero point of 1
+    add to scores. WP: W rounded up to a power of two.
     """
     GP: tl.constexpr = K * NP
     C: tl.constexpr = 16 // BITS
@@ -44,8 +48,8 @@ def fold_kernel(
     odd = (k % 2 == 1)[None, :]
     at = sums + h * 6 * PAIRS + pair
     mean_x, mean_y = tl.load(at)[:, None], tl.load(at + PAIRS)[:, None]
-    run = b * G + g
-    first = tl.load(bases + run) // (REACH // SPAN) + run
+    group_item = b * G + g
+    first = tl.load(bases + group_item) // (REACH // SPAN) + group_item
     for j in tl.static_range(C):
         place = ((h * C + j) * 2 * WORDS + word)[:, None] * PAIRS + pair[None, :]
         a_x = tl.load(up + place, (word < WORDS)[:, None], 0.0)
@@ -54,15 +58,17 @@ def fold_kernel(
             middle = stretch * REACH + REACH // 2
             angle = exact + ((OFFSETS + middle // STEP) * PAIRS + pair) * 2
             cos, sin = tl.load(angle)[:, None], tl.load(angle + 1)[:, None]
-            there_x, there_y = x * cos + y * sin, y * cos - x * sin
-            g_x = tl.where(odd, there_y, there_x) * power
-            g_y = tl.where(odd, -there_x, there_y) * power
+            rotated_x, rotated_y = x * cos + y * sin, y * cos - x * sin
+            g_x = tl.where(odd, rotated_y, rotated_x) * power
+            g_y = tl.where(odd, -rotated_x, rotated_y) * power
             w = tl.dot(a_y, g_y.to(a_y.dtype), tl.dot(a_x, g_x.to(a_x.dtype)))
             w = w.to(folded.dtype.element_ty)
             to = ((first + stretch) * HG + h % HG).to(tl.int64)
-            beside = to % SHARE * GP + column
-            own = ((to // SHARE * C + j) * WORDS + word)[:, None] * (SHARE * GP) + beside[None, :]
-            tl.store(folded + own, w, (word < WORDS)[:, None])
+            shared_column = to % SHARE * GP + column
+            folded_at = ((to // SHARE * C + j) * WORDS + word)[:, None] * (
+                SHARE * GP
+            ) + shared_column[None, :]
+            tl.store(folded + folded_at, w, (word < WORDS)[:, None])
             to_extra = extra + to * 3 * GP + column
             if j == 0:
                 tl.store(to_extra, tl.sum(mean_x * g_x + mean_y * g_y, 0))

@@ -1,4 +1,7 @@
-"""A layer's latents as the kernels read them. Shapes as in `latent_decode`."""
+"""A layer's latents as the kernel `triton` reads them: widths, strides and offsets in two tables.
+
+Shapes as in `latent_decode`; V value latents of a layer.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,18 +19,23 @@ from kvfold.ops.common.pieces import alike
 from kvfold.ops.common.plan import padded_width
 
 Layer = tuple[LayerSpec, tuple[Group, ...]]
-WIDEST = 512  # numbers of a latent that kernels hold on chip
+WIDEST = 512  # most numbers of a latent that the kernels can hold on chip
 
 
 @dataclass(frozen=True, eq=False)
 class LatentGroups:
     """A layer's latents as the kernels read them.
 
-    Rows of both tables, int32 [., 8]: words from row to row, width, words to the first row, fp16s
-    to its scale, from row to row of scales and from a scale to its zero; then of keys [Hk, 8]
-    int32s to the positions and the group, of values [V, 8] the group and the first query head.
-    narrowest: key and value; heads: KV heads of a group, of a value latent and of a key latent
-    (consecutive ones; else 1); align: words that divide all of the rows' lengths.
+    keys int32 [Hk, 8] and values int32 [V, 8]: both have the stride from entry to entry in 16-bit
+        words, width in numbers, offset of the first entry in words; offset of its scale, stride
+        from entry to entry of scales, and offset from a scale to its zero point, in fp16 numbers.
+        Then keys have the offset of the positions in int32 numbers and the group; values the group
+        and the first query head.
+    widths and narrowest: widest and narrowest key and value; bits: of keys and of values; zeros:
+        whether entries have zero points; tracked: whether they store positions; page: entries per
+        page; align: words that divide all strides.
+    heads: KV heads per group, per value latent and per key latent (if those are consecutive;
+        otherwise 1).
     """
 
     keys: Tensor
@@ -43,43 +51,48 @@ class LatentGroups:
 
     @property
     def pieces(self) -> tuple[int, int]:
-        """Words of a key row as two powers of 2, the second 0 where one is as good."""
+        """Code words of a key latent as the sum of two powers of two; the second is 0 if one is no
+        larger."""
         words = max(16, self.widths[0] * self.bits[0] // 16)
         first = 1 << (words.bit_length() - 1)
         second = padded_width(words - first) if words > first else 0
         return (first, second) if second < first else (first + second, 0)
 
 
-def unread(layer: LayerSpec, groups: Sequence[Group]) -> str | None:
-    """Why the kernels do not read these pages; None where they do: keys rebuilt before RoPE;
-    latents of 16, 8 or 4 bits a side, at most WIDEST wide, one scale each, in whole 16-bit words;
-    groups and value latents of consecutive heads, as many each."""
+def unsupported_reason(layer: LayerSpec, groups: Sequence[Group]) -> str | None:
+    """Say why the kernels do not support these pages; None if they do.
+
+    They read keys that are reconstructed before RoPE; latents of 16, 8 or 4 bits for keys and for
+    values, at most WIDEST numbers wide, with one scale each, in whole 16-bit words; groups and
+    value latents that each serve equally many consecutive heads.
+    """
     if layer.keys != "pre_rope":
         return f"keys are stored {layer.keys}: nothing is rebuilt"
     if not alike([group.heads for group in groups]):
         return "groups of unequal or scattered heads: the kernels read as many in a row of each"
     if not alike([latent.heads for latent in layer.value_latents]):
         return "value latents of unequal or scattered heads: the kernels read as many of each"
-    found = {side: _segments(layer, groups, side) for side in SIDES}
-    if any(x is None for each in found.values() for x in each):
+    segments = {side: _segments(layer, groups, side) for side in SIDES}
+    if any(x is None for of_side in segments.values() for x in of_side):
         return "latents of several scales or widths of bits: the kernels read one a latent"
     if (widest := max(latent.rank for latent in layer.latents)) > WIDEST:
         return f"latents of {widest} numbers: the kernels read at most {WIDEST}"
-    return support.unread("latent_decode", groups, found)
+    return support.unread("latent_decode", groups, segments)
 
 
 def _segments(layer: LayerSpec, groups: Sequence[Group], side: Side) -> list[Segment | None]:
-    """The segment of every latent of a side; None where it is not exactly one."""
-    whole = {(x.start, x.width): x for group in groups for x in group.layout.segments}
+    """Return the segment of every latent of a side; None for a latent that is not exactly one
+    segment."""
+    by_columns = {(x.start, x.width): x for group in groups for x in group.layout.segments}
     latents = layer.key_latents if side == "k" else layer.value_latents
-    return [whole.get((layer.columns(latent).start, latent.rank)) for latent in latents]
+    return [by_columns.get((layer.columns(latent).start, latent.rank)) for latent in latents]
 
 
 @lru_cache(maxsize=4096)
 def latent_groups(
     layer: LayerSpec, groups: tuple[Group, ...], queries: int, device: torch.device
 ) -> LatentGroups:
-    """queries: query heads of a KV head."""
+    """Collect a layer's latents for the kernels, once. queries: query heads per KV head."""
     key_segments, value_segments = (_segments(layer, groups, side) for side in SIDES)
     owner = owner_of(groups)
     keys = {
@@ -122,8 +135,8 @@ def _bits(segments: Sequence[Segment | None]) -> int:
 
 
 def _where(group: Group, segment: Segment | None) -> tuple[int, ...]:
-    """The first six numbers of a row of `LatentGroups`."""
-    assert segment is not None, "the kernels do not read this layer: see `unread`"
+    """The first six numbers of a latent's row in `LatentGroups.keys` and `values`."""
+    assert segment is not None, "the kernels do not support this layer: see `unsupported_reason`"
     layout = group.layout
     index = list(layout.segments).index(segment)
     coded = [x.quantized for x in layout.segments]

@@ -1,6 +1,9 @@
-"""Latents of any width and of several precisions, and their maps, piece by piece.
+"""Key latents of any width and several bit widths, as the kernel `triton_pieces` reads them.
 
-Shapes as in `latent_decode`; M pieces of all KV heads; W words of a piece, of C codes; F pairs.
+A segment is divided into pieces of at most `TILE` code words, which a program multiplies at a time.
+
+Shapes as in `latent_decode`; M pieces of all KV heads; L bit widths; W code words of a piece, of C
+codes each; F pairs.
 """
 
 from collections.abc import Sequence
@@ -16,19 +19,21 @@ from kvfold.layout.pages import Group
 from kvfold.ops.common import pieces
 from kvfold.ops.common.pieces import Forms, Place
 
-TILE = {16: 64, 8: 64, 4: 32, 2: 16}  # most 16-bit words of a row that are multiplied at a time
-HEAD_FIELDS = 4  # group, first query head, scales from row to row, int32s to the positions
-PIECE_FIELDS = 8  # see `key_pieces`
+TILE = {16: 64, 8: 64, 4: 32, 2: 16}  # by bits: most code words of a piece
+HEAD_FIELDS = 4  # group, first query head, stride of scales, offset of positions (in int32)
+PIECE_FIELDS = 8  # see `KeyPieces`
 
 
 @dataclass(frozen=True, eq=False)
 class KeyPieces:
-    """A layer's keys as `scores_pieces` reads them.
+    """A layer's keys as `piece_score_kernel` reads them.
 
-    heads int32 [Hk, HEAD_FIELDS + L + 1]: the head, and where its pieces of every form begin and
-    the last ones end; pieces int32 [M, PIECE_FIELDS]: words from row to row, numbers, words to the
-    first row, scale, zero, numbers of the map before its own, first column, bits. The rest as in
-    `common.pieces.Pieces`; cost: of a KV head.
+    heads int32 [Hk, HEAD_FIELDS + L + 1]: HEAD_FIELDS numbers of the head, then the number of its
+        first piece of every bit width, and the end of its last ones.
+    pieces int32 [M, PIECE_FIELDS]: stride from entry to entry in 16-bit words, width in numbers,
+        offset of the first entry in words, offset of its scale, offset from the scale to its zero
+        point, numbers of the map before this piece's, first column in the latent, bits.
+    cost int32 [Hk]: of a tile of a KV head. The others as in `common.pieces.Pieces`.
     """
 
     heads: Tensor
@@ -41,9 +46,9 @@ class KeyPieces:
     tracked: bool
 
 
-def unread(layer: LayerSpec, groups: Sequence[Group]) -> str | None:
-    """Why the kernels do not read these pages piece by piece; None where they do: as
-    `common.pieces.unread`, of keys rebuilt before RoPE."""
+def unsupported_reason(layer: LayerSpec, groups: Sequence[Group]) -> str | None:
+    """Say why the kernels do not support these pages; None if they do: as `common.pieces.unread`,
+    for keys reconstructed before RoPE."""
     if layer.keys != "pre_rope":
         return f"keys are stored {layer.keys}: nothing is rebuilt"
     return pieces.unread("latent_decode", groups, joint=True)
@@ -51,7 +56,7 @@ def unread(layer: LayerSpec, groups: Sequence[Group]) -> str | None:
 
 @lru_cache(maxsize=4096)
 def key_pieces(groups: tuple[Group, ...], queries: int, device: torch.device) -> KeyPieces:
-    """queries: query heads of a KV head."""
+    """List the pieces of a layer's keys, once. queries: query heads per KV head."""
     segments = [x for group in groups for x in group.layout.segments if "k" in x.side]
     widest = pieces.widest_words(segments)
     forms = tuple((bits, min(TILE[bits], words)) for bits, words in widest)
@@ -60,14 +65,14 @@ def key_pieces(groups: tuple[Group, ...], queries: int, device: torch.device) ->
     cost: dict[int, int] = {}
     before = 0
     for g, group in enumerate(groups):
-        own = {h: each for each in pieces.latents_of(group, "k") for h in each[0].heads}
+        of_head = {h: x for x in pieces.latents_of(group, "k") for h in x[0].heads}
         layout = group.layout
         for head in group.heads:
             starts, work = [], 0
             for bits, words in forms:
                 starts.append(len(lines))
                 step, column = words * 16 // bits, 0
-                for x in own.get(head, ()):
+                for x in of_head.get(head, ()):
                     if x.bits == bits:
                         place = Place.of(group, x)
                         for begin in range(0, x.width, step):

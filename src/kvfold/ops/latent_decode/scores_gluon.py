@@ -1,10 +1,13 @@
-"""The first pass of attention over rebuilt keys, for Hopper's tensor cores. A Gluon kernel.
+"""Gluon kernel of scores with keys reconstructed from latents, for Hopper's tensor cores: first
+pass of the kernel `triton`.
 
-Shapes as in `scores_triton`, whose kernel computes the same and says why; rows do not carry
-positions here, and their codes become numbers before they are multiplied. A program is a warp group
-and takes HEADS KV heads of LATENTS latents, head beside head: maps stay in shared memory, rows go
-through registers, and one asynchronous product makes both halves of all pairs, which Triton has no
-words for.
+Chosen on Hopper where `plan.hopper_heads` is not 0; computes what `scores_triton` computes, whose
+docstring explains the method. Entries store no positions here, and codes become numbers before they
+are multiplied. A program is one warp group and computes HEADS KV heads of LATENTS latents side by
+side: maps stay in shared memory, entries go through registers, and one asynchronous matrix product
+computes both halves of all pairs, which Triton cannot express.
+
+Shapes as in `scores_triton`; OUT, SCORES, ROTATED, FOLDED, ROWS, QUERIES: register layouts.
 """
 # mypy: ignore-errors
 # Tuples grow in unrolled loops.
@@ -34,7 +37,7 @@ from kvfold.ops.latent_decode.tiles_gluon import (
 )
 
 QP = gl.constexpr(8)  # columns of a product with queries
-# As in `rope_triton`, but for what is added.
+# Rotation of a pair as in `rope_triton`, but nothing is added.
 _ROTATE = gl.constexpr(
     "{ .reg .b32 x, y, n; cvt.rn.f16x2.f32 x, $3, $2; cvt.rn.f16x2.f32 y, $5, $4;"
     " neg.f16x2 n, y; mul.f16x2 $0, x, $6; fma.rn.f16x2 $0, n, $7, $0;"
@@ -44,7 +47,7 @@ _ROTATE = gl.constexpr(
 
 @gluon.jit
 def _after_launch(PDL: gl.constexpr):
-    """As `decode.kernels.after_launch`."""
+    """Programmatic dependent launch: see `decode.kernels.after_launch`."""
     if PDL:
         gl.inline_asm_elementwise(
             "griddepcontrol.wait; griddepcontrol.launch_dependents; // $0", "=r", [],
@@ -54,7 +57,7 @@ def _after_launch(PDL: gl.constexpr):
 
 @gluon.jit
 def _angles(pair):
-    """int32 -> its two fp16s: cos, sin."""
+    """Split int32 into its two fp16 numbers: cos, sin."""
     return gl.inline_asm_elementwise(
         "prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;", "=&r,=r,r,r", [pair],
         dtype=(gl.float16, gl.float16), is_pure=True, pack=2,
@@ -62,20 +65,21 @@ def _angles(pair):
 
 
 @gluon.jit
-def _pairs(q, n, pair, there, scale, D: gl.constexpr, HALF: gl.constexpr):
-    """As `rope_triton.load_pairs`, times `scale`, in fp16."""
+def _pairs(q, n, pair, here, scale, D: gl.constexpr, HALF: gl.constexpr):
+    """Load both halves of the queries' pairs, as `rope_triton.load_pairs`, times `scale`, in
+    fp16."""
     first = gl.where(pair < HALF, pair, pair + HALF)
     second = first + gl.where(pair < HALF, HALF, D // 2 - HALF)
     at = q + n[None, :] * D
-    there = there[None, :] & (pair < D // 2)[:, None]
-    x = gl.load(at + first[:, None], there, 0.0).to(gl.float32)
-    y = gl.load(at + second[:, None], there, 0.0).to(gl.float32)
+    here = here[None, :] & (pair < D // 2)[:, None]
+    x = gl.load(at + first[:, None], here, 0.0).to(gl.float32)
+    y = gl.load(at + second[:, None], here, 0.0).to(gl.float32)
     return (x * scale).to(gl.float16), (y * scale).to(gl.float16)
 
 
 @gluon.jit
 def _halves(x):
-    """The left and the right half of x's columns."""
+    """Split x into the left and the right half of its columns."""
     ROWS: gl.constexpr = x.shape[0]
     WIDTH: gl.constexpr = x.shape[1] // 2
     return gl.split(gl.permute(gl.reshape(x, [ROWS, 2, WIDTH]), (0, 2, 1)))
@@ -83,8 +87,11 @@ def _halves(x):
 
 @gluon.jit
 def _slow(s, mean, u, odd, NP: gl.constexpr, K: gl.constexpr, SCORES: gl.constexpr):
-    """Scores of pairs that turn slowly [BLOCK, QP] from products s [BLOCK, GP] with powers of u
-    [BLOCK]; odd [BLOCK, QP]: the scale, times u in columns of odd powers."""
+    """Scores of slow pairs [BLOCK, QP] from the products s [BLOCK, GP] of latents with folded
+    queries.
+
+    u [BLOCK]: offset in the stretch; odd [BLOCK, QP]: the scale, times u in columns of odd powers.
+    """
     GP: gl.constexpr = K * NP
     FOLDED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, GP, 16])
     s = gl.convert_layout(s, FOLDED, assert_trivial=True) + mean[None, :]
@@ -102,19 +109,25 @@ def _slow(s, mean, u, odd, NP: gl.constexpr, K: gl.constexpr, SCORES: gl.constex
 
 @gluon.jit
 def _as_keys(memory, ROTATED: gl.constexpr, SCORES: gl.constexpr):
-    """What `memory` holds, loaded as what a product takes, which lies the same way in registers."""
-    found = memory.load(gl.DotOperandLayout(0, SCORES, 2))
-    return gl.convert_layout(found, ROTATED, assert_trivial=True)
+    """Load `memory` [BLOCK, F] in the layout of reconstructed pairs.
+
+    It is loaded as an operand of a product, which has the same elements in the same registers.
+    """
+    operand = memory.load(gl.DotOperandLayout(0, SCORES, 2))
+    return gl.convert_layout(operand, ROTATED, assert_trivial=True)
 
 
 @gluon.jit
-def _rotated(xy, turns, F: gl.constexpr):
-    """Halves fp16 [BLOCK, F] of rebuilt pairs, turned by their row in the tile; xy [BLOCK, 2 F]."""
+def _rotated(xy, rotations, F: gl.constexpr):
+    """Rotate reconstructed pairs by their entry's offset in the tile: both halves, fp16 [BLOCK, F].
+
+    xy [BLOCK, 2 F]: both halves of A z. rotations: cos and sin.
+    """
     ROTATED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, F, 16])
     x, y = _halves(xy)
     x = gl.convert_layout(x, ROTATED, assert_trivial=True)
     y = gl.convert_layout(y, ROTATED, assert_trivial=True)
-    cos, sin = turns
+    cos, sin = rotations
     return gl.inline_asm_elementwise(
         _ROTATE, "=&r,=&r,f,f,f,f,r,r", [x, y, cos, sin],
         dtype=(gl.float16, gl.float16), is_pure=True, pack=2,
@@ -122,8 +135,8 @@ def _rotated(xy, turns, F: gl.constexpr):
 
 
 @gluon.jit
-def _turned_back(queries, angles):
-    """Halves of queries, turned back by their tile's angles."""
+def _rotated_back(queries, angles):
+    """Rotate both halves of queries back by the angles of their tile."""
     x, y = queries
     cos, sin = angles
     return gl.inline_asm_elementwise(
@@ -134,7 +147,7 @@ def _turned_back(queries, angles):
 
 @gluon.jit
 def _scores(s, keys, means, queries, SCORES: gl.constexpr):
-    """s [BLOCK, QP] and the products of both halves, of what A z makes and of mu."""
+    """Add to s [BLOCK, QP] the products of queries with both halves of A z and of mu."""
     KEYS: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     for half in gl.static_range(2):
         s = mma_v2(means.index(half).load(KEYS), queries[half], s)
@@ -145,33 +158,36 @@ def _scores(s, keys, means, queries, SCORES: gl.constexpr):
 
 @gluon.jit
 def _weights(s, rows, NP: gl.constexpr, SPAN: gl.constexpr, OUT: gl.constexpr):
-    """exp2(s - top) [SPANS, SPAN, NP] and top [SPANS, NP] of scores s [BLOCK, QP], of which `rows`
-    rows are there."""
+    """Return exp2(s - top) [SPANS, SPAN, NP] and the span maxima top [SPANS, NP] of scores s
+    [BLOCK, QP].
+
+    rows: entries of the tile that exist.
+    """
     SPANS: gl.constexpr = BLOCK // SPAN
     s = gl.sum(gl.reshape(s, [SPANS, 2, SPAN // 2, s.shape[1] // NP, NP]), 3)
     s = gl.reshape(gl.permute(s, (0, 2, 1, 3)), [SPANS, SPAN, NP])  # see `token_of`
     s = gl.convert_layout(s, OUT, assert_trivial=True)
     inside = gl.arange(0, SPANS)[:, None] * SPAN + gl.arange(0, SPAN)[None, :] < rows
     s = gl.where(inside[:, :, None], s, float("-inf"))
-    top = gl.maximum(gl.max(s, 1), -1e30)  # of rows that exist, if any
+    top = gl.maximum(gl.max(s, 1), -1e30)  # finite, for spans without entries
     return gl.exp2(s - gl.expand_dims(top, 1)), top
 
 
 @gluon.jit
 def _store(
-    found, weights, tops, to, rows, N: gl.constexpr, NP: gl.constexpr, NQ: gl.constexpr,
+    weights_and_tops, weights, tops, to, rows, N: gl.constexpr, NP: gl.constexpr, NQ: gl.constexpr,
     SPAN: gl.constexpr,
 ):  # fmt: skip
-    """What `_weights` found; to: the first head's column of the tile's first span."""
-    weight, top = found
+    """Store what `_weights` returned. to: the column of the first head in the tile's first span."""
+    weight, top = weights_and_tops
     SPANS: gl.constexpr = BLOCK // SPAN
     at = gl.arange(0, SPANS)[:, None] * NQ + gl.arange(0, NP)[None, :]
-    there = (gl.arange(0, NP) < N)[None, :] & (gl.arange(0, SPANS) * SPAN < rows)[:, None]
-    gl.store(tops + to + at, top, there)
+    here = (gl.arange(0, NP) < N)[None, :] & (gl.arange(0, SPANS) * SPAN < rows)[:, None]
+    gl.store(tops + to + at, top, here)
     span, row, n = gl.arange(0, SPANS), gl.arange(0, SPAN), gl.arange(0, NP)
     at = (span[:, None, None] * NQ + n[None, None, :]) * SPAN + row[None, :, None]
-    there = (n < N)[None, None, :] & (span * SPAN < rows)[:, None, None]
-    gl.store(weights + to * SPAN + at, weight.to(weights.dtype.element_ty), there)
+    here = (n < N)[None, None, :] & (span * SPAN < rows)[:, None, None]
+    gl.store(weights + to * SPAN + at, weight.to(weights.dtype.element_ty), here)
 
 
 @gluon.jit
@@ -181,11 +197,12 @@ def _fetch(
     WIDTH: gl.constexpr, VECTOR: gl.constexpr, PAGE: gl.constexpr, REACH: gl.constexpr,
     SLOW: gl.constexpr,
 ):  # fmt: skip
-    """Begin to copy tile t's rows, and where a stretch begins its folded queries."""
+    """Start to copy tile t's entries and, if a stretch begins with it, the stretch's folded
+    queries."""
     for i in gl.static_range(len(latents)):
         copy_rows(rows[i], keys, latents[i], pages, t, W0, W1, WIDTH, VECTOR, PAGE)
     stretch = t * BLOCK // REACH
-    # Two conditions: without folds, what is below would not compile.
+    # Two nested conditions: without folds, the inner block would not compile.
     if SLOW:  # noqa: SIM102
         if (t < stop) & ((t == tile) | (t * BLOCK % REACH == 0)):
             for i in gl.static_range(len(latents)):
@@ -195,50 +212,56 @@ def _fetch(
 
 
 @gluon.jit
-def _turn_means(to, means, turns, PAIRS: gl.constexpr):
-    """Halves of a mean as every row of a tile turns them, to both buffers of `to`; means: at the
-    pairs of a column."""
+def _rotate_means(to, means, rotations, PAIRS: gl.constexpr):
+    """Store mu, rotated by every entry's offset in a tile: both halves into the buffers of `to`.
+
+    means: pointers to mu at the pairs of a column.
+    """
     x, y = gl.load(means)[None, :], gl.load(means + PAIRS)[None, :]
-    to.index(0).store((x * turns[0] - y * turns[1]).to(gl.float16))
-    to.index(1).store((y * turns[0] + x * turns[1]).to(gl.float16))
+    to.index(0).store((x * rotations[0] - y * rotations[1]).to(gl.float16))
+    to.index(1).store((y * rotations[0] + x * rotations[1]).to(gl.float16))
 
 
 @gluon.jit
 def _by_head(products, LATENTS: gl.constexpr, SHARE: gl.constexpr, SLOW: gl.constexpr):
-    """What `multiply` made, head by head: rebuilt pairs, and products with folded queries."""
-    EACH: gl.constexpr = 2 if SLOW else 1
+    """Divide the results of `multiply` by head: reconstructed pairs, and products with folded
+    queries."""
+    PRODUCTS: gl.constexpr = 2 if SLOW else 1
     if SHARE == 2:
-        xy, slow = _halves(products[0]), _halves(products[EACH - 1])
+        xy, slow = _halves(products[0]), _halves(products[PRODUCTS - 1])
     else:
-        xy = products[0], products[(LATENTS - 1) * EACH]
-        slow = products[EACH - 1], products[LATENTS * EACH - 1]
+        xy = products[0], products[(LATENTS - 1) * PRODUCTS]
+        slow = products[PRODUCTS - 1], products[LATENTS * PRODUCTS - 1]
     return xy, slow
 
 
 @gluon.jit
 def _tile_weights(
-    xy, slow, lows, u, odd, row_turns, means, queries, rows,
+    xy, slow, lows, u, odd, row_rotations, means, queries, rows,
     NP: gl.constexpr, K: gl.constexpr, F: gl.constexpr, SPAN: gl.constexpr, SCORES: gl.constexpr,
     OUT: gl.constexpr,
 ):  # fmt: skip
-    """`_weights` of every head. Head beside head, so that one's waiting is the other's time."""
+    """Return `_weights` of every head.
+
+    Heads are computed side by side, so that one head's work fills the time in which another waits.
+    """
     HEADS: gl.constexpr = len(queries)
-    keys, scores, found = (), (), ()
+    keys, scores, weights = (), (), ()
     for j in gl.static_range(HEADS):
-        keys += (_rotated(xy[j], row_turns, F),)
+        keys += (_rotated(xy[j], row_rotations, F),)
     for j in gl.static_range(HEADS):
         s = gl.zeros([BLOCK, QP], gl.float32, SCORES)
         if len(lows) > 0:
             s = _slow(slow[j], lows[j], u, odd, NP, K, SCORES)
         scores += (_scores(s, keys[j], means[j], queries[j], SCORES),)
     for j in gl.static_range(HEADS):
-        found += (_weights(scores[j], rows, NP, SPAN, OUT),)
-    return found
+        weights += (_weights(scores[j], rows, NP, SPAN, OUT),)
+    return weights
 
 
 @gluon.jit
 def score_kernel(
-    q, q_stride, up, means, rope, turns, folded, extra, weights, tops, keys, scales,
+    q, q_stride, up, means, rope, rope_fp16, folded, extra, weights, tops, keys, scales,
     tables, table_slot, table_group, lengths, length_slot, slots, heads, bases, starts, scale,
     G: gl.constexpr, HG: gl.constexpr, HEADS: gl.constexpr, LATENTS: gl.constexpr,
     N: gl.constexpr, NP: gl.constexpr, K: gl.constexpr, D: gl.constexpr, HALF: gl.constexpr,
@@ -246,13 +269,14 @@ def score_kernel(
     BITS: gl.constexpr, ZEROS: gl.constexpr, VECTOR: gl.constexpr, PAGE: gl.constexpr,
     REACH: gl.constexpr, SPAN: gl.constexpr, PDL: gl.constexpr = False,
 ):  # fmt: skip
-    """Weights of every tile of a slice; items are (sequence, HEADS KV heads).
+    """Compute the softmax weights of every tile of a split; items are (sequence, HEADS KV heads).
 
-    SHARE = HEADS / LATENTS heads of a latent lie side by side. up [Hk / SHARE, C, W, SHARE * 2 F]:
-    A^T, of every head both halves of the pairs that are rebuilt; folded [stretches, HG / SHARE, C,
-    W, SHARE * GP]; means fp32 [Hk, 6, PAIRS]: `Packed.sums`; keys, scales: the arena as 16-bit
-    words and as fp16; WIDTH: words of a row, 0: they differ; VECTOR: words that divide all rows;
-    the rest as in `scores_triton.score_kernel`.
+    SHARE = HEADS / LATENTS heads of a latent lie side by side.
+    up [Hk / SHARE, C, W, SHARE * 2 F]: A^T, both halves of the reconstructed pairs of every head.
+    folded [stretches, HG / SHARE, C, W, SHARE * GP]; means fp32 [Hk, 6, PAIRS]: `Packed.sums`.
+    keys, scales: the arena as 16-bit words and as fp16.
+    WIDTH: words of an entry, 0 if they differ; VECTOR: words that divide all strides.
+    The others as in `scores_triton.score_kernel`.
     """
     C: gl.constexpr = 16 // BITS
     W: gl.constexpr = W0 + W1
@@ -263,8 +287,8 @@ def score_kernel(
     UNITS: gl.constexpr = G * HG // HEADS
     NQ: gl.constexpr = HG * N
     SLOW: gl.constexpr = F < PAIRS
-    HELD: gl.constexpr = C * W <= 256  # a tile's rows, in registers
-    SPARING: gl.constexpr = C * W <= 64  # of registers: three programs a multiprocessor
+    HELD: gl.constexpr = C * W <= 256  # registers hold a tile's entries
+    SPARING: gl.constexpr = C * W <= 64  # save registers: three programs per multiprocessor
     TYPE: gl.constexpr = up.dtype.element_ty
     WORD: gl.constexpr = keys.dtype.element_ty
     ROTATED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, F, 16])
@@ -272,21 +296,21 @@ def score_kernel(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, QP])
     ROWS: gl.constexpr = gl.DotOperandLayout(0, ROTATED, 2)
     QUERIES: gl.constexpr = gl.DotOperandLayout(1, SCORES, 2)
-    OWN: gl.constexpr = gl.SliceLayout(1, ROWS)
+    ROW: gl.constexpr = gl.SliceLayout(1, ROWS)
     LANE: gl.constexpr = [0, 0, 4] if NP > 4 else [0, 0, 0]
     OUT: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1, 0], [0, 0, 1]], [[0, 0, 2], LANE, [0, 2, 0], [0, 4, 0], [0, 8, 0]],
         [[1, 0, 0], [2, 0, 0]], [], [BLOCK // SPAN, SPAN, NP],
     )  # fmt: skip
-    # A buffer of its own for whatever need not wait for the rest.
-    rows, maps, folds, turned_means = (), (), (), ()
+    # Separate buffers, so that no copy waits for another.
+    rows, maps, folds, rotated_means = (), (), (), ()
     for _ in gl.static_range(LATENTS):
         rows += (row_pieces(W0, W1, WORD),)
         maps += (matrix_pieces(C, W0, W1, KEYS, TYPE),)
         if SLOW:
             folds += (matrix_pieces(2 * C, W0, W1, FOLDS, TYPE),)
     for _ in gl.static_range(HEADS):
-        turned_means += (shared(2, BLOCK, F, gl.float16),)
+        rotated_means += (shared(2, BLOCK, F, gl.float16),)
     _after_launch(PDL)
     slice = gl.program_id(0)
     item = gl.load(starts + 2 * slice)
@@ -295,13 +319,13 @@ def score_kernel(
     end_tile = gl.load(starts + 2 * slice + 3)
     row = token_of(gl.arange(0, BLOCK, gl.SliceLayout(1, ROTATED)))
     pair = gl.arange(0, F, gl.SliceLayout(0, ROTATED))
-    turn = turns + (row[:, None] * PAIRS + pair[None, :]) * 2
-    row_turns = gl.load(turn), gl.load(turn + 1)
+    rotation_at = rope_fp16 + (row[:, None] * PAIRS + pair[None, :]) * 2
+    row_rotations = gl.load(rotation_at), gl.load(rotation_at + 1)
     if SPARING:
-        kept_turns = shared(2, BLOCK, F, gl.float16)
-        kept_turns.index(0).store(row_turns[0])
-        kept_turns.index(1).store(row_turns[1])
-    own_pair = gl.arange(0, F, gl.SliceLayout(1, QUERIES))
+        shared_rotations = shared(2, BLOCK, F, gl.float16)
+        shared_rotations.index(0).store(row_rotations[0])
+        shared_rotations.index(1).store(row_rotations[1])
+    query_pair = gl.arange(0, F, gl.SliceLayout(1, QUERIES))
     column = gl.arange(0, QP, gl.SliceLayout(0, QUERIES))
     k_column = gl.arange(0, GP, gl.SliceLayout(0, FOLDED))
     offset = token_of(gl.arange(0, BLOCK, gl.SliceLayout(1, SCORES))) - REACH // 2
@@ -317,45 +341,48 @@ def score_kernel(
         if tile < stop:
             latents, queries, sizes = (), (), ()
             async_copy.wait_group(0)
-            gl.thread_barrier()  # nobody reads or writes what was the last item's any more
+            gl.thread_barrier()  # the last item's buffers are free
             for i in gl.static_range(LATENTS):
                 first = h + i * SHARE
                 latents += (latent_of(heads + 8 * first, WIDTH, VECTOR),)
                 at = up + (first // SHARE).to(gl.int64) * (C * W * KEYS)
                 copy_matrix(maps[i], at, W0, W1, KEYS, C, 0)
             table = tables + slot * table_slot + g * table_group
-            run = b * G + g
-            base = gl.load(bases + run)
+            group_item = b * G + g
+            base = gl.load(bases + group_item)
             to = base.to(gl.int64) * NQ + (h % HG) * N
-            stretch = ((base // (REACH // SPAN) + run) * HG + h % HG).to(gl.int64)
-            own_folded = folded + stretch * (C * W * GP)
-            own_extra = extra + stretch * 3 * GP + k_column
+            stretch = ((base // (REACH // SPAN) + group_item) * HG + h % HG).to(gl.int64)
+            group_folded = folded + stretch * (C * W * GP)
+            group_extra = extra + stretch * 3 * GP + k_column
             pages = pages_of(tile, stop, table, W0, W1, VECTOR, PAGE)
             _fetch(
-                tile, tile, stop, keys, pages, latents, own_folded, rows, folds, W0, W1, C, FOLDS,
+                tile, tile, stop, keys, pages, latents, group_folded, rows, folds, W0, W1, C, FOLDS,
                 HG // SHARE, WIDTH, VECTOR, PAGE, REACH, SLOW,
             )  # fmt: skip
             if C > 1:
-                sizes = load_scales(scales, latents, tile, stop, table, OWN, PAGE, ZEROS)
+                sizes = load_scales(scales, latents, tile, stop, table, ROW, PAGE, ZEROS)
             pages = pages_of(tile + 1, stop, table, W0, W1, VECTOR, PAGE)
             if SPARING:
-                row_turns = kept_turns.index(0).load(ROTATED), kept_turns.index(1).load(ROTATED)
+                row_rotations = (
+                    shared_rotations.index(0).load(ROTATED),
+                    shared_rotations.index(1).load(ROTATED),
+                )
             for j in gl.static_range(HEADS):
-                own = q + b * q_stride + (h + j) * N * D
-                queries += (_pairs(own, column, own_pair, column < N, scale, D, HALF),)
+                head_q = q + b * q_stride + (h + j) * N * D
+                queries += (_pairs(head_q, column, query_pair, column < N, scale, D, HALF),)
                 at = means + (h + j) * 6 * PAIRS + pair
-                _turn_means(turned_means[j], at, row_turns, PAIRS)
+                _rotate_means(rotated_means[j], at, row_rotations, PAIRS)
             for t in range(tile, stop):
-                angles = _angles(gl.load(rope + t * BLOCK * PAIRS + own_pair))
+                angles = _angles(gl.load(rope + t * BLOCK * PAIRS + query_pair))
                 u = (t * BLOCK % REACH + offset).to(gl.float32) * (2 / REACH)
                 odd = gl.where(is_odd, u[:, None], 1.0) * scale
-                lows, turned_back = (), ()
+                lows, rotated_queries = (), ()
                 for j in gl.static_range(HEADS if SLOW else 0):
-                    lows += (gl.load(own_extra + (t * BLOCK // REACH * HG + j) * 3 * GP),)
+                    lows += (gl.load(group_extra + (t * BLOCK // REACH * HG + j) * 3 * GP),)
                 async_copy.wait_group(0)
                 gl.thread_barrier()
                 if (t == tile) | (t * BLOCK % REACH == 0):
-                    fence_async_shared()  # maps and folded queries have come
+                    fence_async_shared()  # maps and folded queries have arrived
                 products = multiply(
                     rows, maps, folds, sizes, t * BLOCK // REACH % 2 * C, BITS, ZEROS, KEYS, FOLDS,
                     SLOW, ROWS if HELD else None,
@@ -363,29 +390,29 @@ def score_kernel(
                 if not HELD:
                     products = warpgroup_mma_wait(0, products)
                 _fetch(
-                    t + 1, tile, stop, keys, pages, latents, own_folded, rows, folds, W0, W1, C,
+                    t + 1, tile, stop, keys, pages, latents, group_folded, rows, folds, W0, W1, C,
                     FOLDS, HG // SHARE, WIDTH, VECTOR, PAGE, REACH, SLOW,
                 )  # fmt: skip
                 if C > 1:
-                    sizes = load_scales(scales, latents, t + 1, stop, table, OWN, PAGE, ZEROS)
+                    sizes = load_scales(scales, latents, t + 1, stop, table, ROW, PAGE, ZEROS)
                 pages = pages_of(t + 2, stop, table, W0, W1, VECTOR, PAGE)
                 for j in gl.static_range(HEADS):
-                    turned_back += (_turned_back(queries[j], angles),)
+                    rotated_queries += (_rotated_back(queries[j], angles),)
                 if HELD:
                     products = warpgroup_mma_wait(0, products)
                 xy, slow = _by_head(products, LATENTS, SHARE, SLOW)
                 if SPARING:
-                    row_turns = (
-                        _as_keys(kept_turns.index(0), ROTATED, SCORES),
-                        _as_keys(kept_turns.index(1), ROTATED, SCORES),
+                    row_rotations = (
+                        _as_keys(shared_rotations.index(0), ROTATED, SCORES),
+                        _as_keys(shared_rotations.index(1), ROTATED, SCORES),
                     )
-                there = length - t * BLOCK
-                found = _tile_weights(
-                    xy, slow, lows, u, odd, row_turns, turned_means, turned_back, there, NP, K, F,
-                    SPAN, SCORES, OUT,
+                num_rows = length - t * BLOCK
+                weights_and_tops = _tile_weights(
+                    xy, slow, lows, u, odd, row_rotations, rotated_means, rotated_queries, num_rows,
+                    NP, K, F, SPAN, SCORES, OUT,
                 )  # fmt: skip
                 for j in gl.static_range(HEADS):
-                    own_to = to + t * (BLOCK // SPAN) * NQ + j * N
-                    _store(found[j], weights, tops, own_to, there, N, NP, NQ, SPAN)
+                    head_to = to + t * (BLOCK // SPAN) * NQ + j * N
+                    _store(weights_and_tops[j], weights, tops, head_to, num_rows, N, NP, NQ, SPAN)
         item += 1
         tile = 0

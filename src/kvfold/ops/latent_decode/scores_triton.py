@@ -1,20 +1,27 @@
-"""The first pass of attention over rebuilt keys: weights of every tile of rows. Triton kernels.
+"""Triton kernel of scores with keys reconstructed from latents: the first pass of the kernel
+`triton`.
 
-Shapes as in `latent_decode`; W 16-bit words of a key row in a tile, in pieces W0 + W1, of C codes;
-F pairs that are rebuilt of PAIRS.
+Serves latents of one segment on CUDA; on Hopper `scores_gluon` computes the same for common shapes.
+Leaves softmax weights of every tile for `values_triton`.
 
-Keys are not rotated to where they are: score = (R_a^T q) . (R_o u) for u = A z + mu at position
-a + o, so that a tile rotates its N queries by its first row's angles a, and its rows by o < BLOCK,
-whose table stays on chip. Rows that carry positions look their angles up instead.
+RoPE: keys are not rotated to their absolute position. score = (R_a^T q) . (R_o u) with u = A z +
+    mu, for an entry at position a + o in a tile that begins at position a. So a tile rotates its N
+    queries back by the angles of a, and its entries by o < BLOCK, whose table stays on chip.
+    Entries that store their positions (TRACKED) look their angles up instead.
 
-Means may be a hundred times as large as what tells keys apart (Qwen2.5's biases). Where BIASED,
-R_o mu - mu alone, which is small where mu is large, is added to keys in fp16; (R_a^T q) . mu comes
-in fp32.
+Means: mu may be a hundred times larger than the differences between keys (Qwen2.5's biases). With
+    BIASED, only R_o mu - mu, which is small where mu is large, is added to keys in fp16, and (R_a^T
+    q) . mu is computed in fp32.
 
-Half of the pairs turn so slowly that they are not rebuilt: within a stretch of REACH rows R_o is a
-polynomial in o, of K powers, and A^T times its coefficients' queries is K * N vectors in the
-latent's space (`fold_kernel`), which rows are multiplied by directly (see `maps.Drift`).
-NP: N to a power of 2; GP = K * NP columns, of which power k has NP from k * NP on.
+Slow pairs: half of the pairs rotate so slowly that they are not reconstructed. Within a stretch of
+    REACH entries R_o is a polynomial in o with K powers. `fold_kernel` multiplies A^T by the
+    queries times its coefficients; the K * N resulting vectors are in the latent's space, so
+    latents are multiplied by them directly (see `maps.Drift`).
+
+Shapes as in `latent_decode`; HG KV heads per group; W code words of a key latent in a tile, in two
+pieces W0 + W1 (each a power of two), of C codes each; F of PAIRS pairs are reconstructed; NP: N
+rounded up to a power of two; GP = K * NP columns, of which power k has NP from k * NP on; QP: NP,
+at least 8.
 """
 # mypy: allow-untyped-defs
 
@@ -40,8 +47,11 @@ OFFSETS, STEP = tl.constexpr(tables_of.OFFSETS), tl.constexpr(tables_of.STEP)
 @triton.jit
 def _map(up, FIRST: tl.constexpr, W: tl.constexpr, F: tl.constexpr, WORDS: tl.constexpr,
          PAIRS: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Rows FIRST .. FIRST + W of both halves of A^T, F pairs of them, for every code of a word;
-    what is not there repeats code 0."""
+    """Load words FIRST .. FIRST + W of both halves of A^T, F pairs of them, for every code of a
+    word.
+
+    If a word has fewer than 4 codes, code 0 is repeated.
+    """
     at = up + (FIRST + tl.arange(0, W))[:, None] * PAIRS + tl.arange(0, F)[None, :]
     HALF: tl.constexpr = WORDS * PAIRS
     a0, b0 = tl.load(at), tl.load(at + HALF)
@@ -55,8 +65,8 @@ def _map(up, FIRST: tl.constexpr, W: tl.constexpr, F: tl.constexpr, WORDS: tl.co
 
 
 @triton.jit
-def _rebuild(x, y, z, maps, BITS: tl.constexpr):
-    """x, y [BLOCK, F] and the halves of A z, for one piece of z."""
+def _reconstruct(x, y, z, maps, BITS: tl.constexpr):
+    """Add to x, y [BLOCK, F] both halves of A z, for one piece of z."""
     a0, b0, a1, b1, a2, b2, a3, b3 = maps
     if BITS == 16:
         x, y = tl.dot(z, a0, x), tl.dot(z, b0, y)
@@ -75,7 +85,7 @@ def _piece(
     at, row_words, inside, FIRST: tl.constexpr, W: tl.constexpr,
     EXACT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Words FIRST .. FIRST + W of rows that begin at pointers `at` [BLOCK, 1]."""
+    """Load words FIRST .. FIRST + W of entries that begin at pointers `at` [BLOCK, 1]."""
     word = FIRST + tl.arange(0, W)[None, :]
     if EXACT and not MASKED:
         return tl.load(at + word)
@@ -87,7 +97,7 @@ def _attend_folded(
     s, z, folded, FIRST: tl.constexpr, W: tl.constexpr, WORDS: tl.constexpr, GP: tl.constexpr,
     BITS: tl.constexpr,
 ):  # fmt: skip
-    """s [BLOCK, GP] and one piece of z times the queries in its space, at pointer `folded`."""
+    """Add to s [BLOCK, GP] one piece of z times the folded queries at pointer `folded`."""
     at = folded + (FIRST + tl.arange(0, W))[:, None] * GP + tl.arange(0, GP)[None, :]
     if BITS == 16:
         s = tl.dot(z, tl.load(at), s)
@@ -102,14 +112,15 @@ def _attend_folded(
 
 @triton.jit
 def _scores(
-    t, page, row, inside, keys, arena, rope, exact, head, maps0, maps1, sums, queries, turns,
+    t, page, row, inside, keys, arena, rope, exact, head, maps0, maps1, sums, queries, rotations,
     folded, extra,
     BITS: tl.constexpr, ZEROS: tl.constexpr, TRACKED: tl.constexpr, BIASED: tl.constexpr,
     EXACT: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr, F: tl.constexpr, PAIRS: tl.constexpr,
     K: tl.constexpr, NP: tl.constexpr, HG: tl.constexpr, REACH: tl.constexpr, BLOCK: tl.constexpr,
     ONE_PAGE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Scores [BLOCK, NP] of tile t, whose rows are rows `row` of pages `page` (in 16-bit words)."""
+    """Scores [BLOCK, NP] of tile t, whose entries are entries `row` of pages `page` (in 16-bit
+    words)."""
     GP: tl.constexpr = K * NP
     QP: tl.constexpr = NP if NP > 8 else 8
     WORDS: tl.constexpr = W0 + W1
@@ -127,11 +138,11 @@ def _scores(
         z1 = _piece(at, row_words, inside, W0, W1, EXACT, MASKED)
     scale, zero = 1.0, 0.0
     if BITS < 16:
-        place = page + scale_start + row * scale_row
-        scale = load_fp16(arena, place, inside)[:, None] * UNIT
+        scale_at = page + scale_start + row * scale_row
+        scale = load_fp16(arena, scale_at, inside)[:, None] * UNIT
         if ZEROS:
-            zero = load_fp16(arena, place + zero_step, inside)[:, None]
-    # Pairs that turn slowly.
+            zero = load_fp16(arena, scale_at + zero_step, inside)[:, None]
+    # Slow pairs: latents times folded queries.
     slow = tl.zeros([BLOCK, QP], tl.float32)
     if F < PAIRS:
         s = tl.zeros([BLOCK, GP], tl.float32)
@@ -154,20 +165,20 @@ def _scores(
         u = (offset * (2 / REACH))[:, None]
         s *= _powers(u, (column // NP)[None, :], K)
         slow = tl.sum(tl.reshape(s, [BLOCK, GP // QP, QP]), 1)
-    # The others, rebuilt.
+    # Fast pairs: reconstructed.
     x, y = tl.zeros([BLOCK, F], tl.float32), tl.zeros([BLOCK, F], tl.float32)
     if BITS < 16:
         x, y = tl.broadcast_to(low_x[None, :], BLOCK, F), tl.broadcast_to(low_y[None, :], BLOCK, F)
-    x, y = _rebuild(x, y, z0, maps0, BITS)
+    x, y = _reconstruct(x, y, z0, maps0, BITS)
     if W1 > 0:
-        x, y = _rebuild(x, y, z1, maps1, BITS)
+        x, y = _reconstruct(x, y, z1, maps1, BITS)
     if BITS < 16:
         x, y = x * scale, y * scale
         if ZEROS:
             x, y = x + zero * total_x[None, :], y + zero * total_y[None, :]
     s = rotated_scores(
         x, y, slow, t, page, row, inside, arena, rope, exact, position_start, mean_x, mean_y,
-        queries, turns, TRACKED, BIASED, PAIRS, BLOCK,
+        queries, rotations, TRACKED, BIASED, PAIRS, BLOCK,
     )  # fmt: skip
     return tl.sum(tl.reshape(s, [BLOCK, QP // NP, NP]), 1)
 
@@ -175,13 +186,17 @@ def _scores(
 @triton.jit
 def rotated_scores(
     x, y, s, t, page, row, inside, arena, rope, exact, position_start, mean_x, mean_y, queries,
-    turns, TRACKED: tl.constexpr, BIASED: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
+    rotations,
+    TRACKED: tl.constexpr, BIASED: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """s [BLOCK, QP] and the products of queries with the rows of tile t, whose halves x, y
-    [BLOCK, F] of F pairs are A z. queries, turns: of `item_queries` and `turned_means`."""
+    """Add to s [BLOCK, QP] the scores of tile t by pairs that are reconstructed.
+
+    x, y [BLOCK, F]: both halves of A z. queries: of `item_queries`; rotations: cos and sin of
+    `load_rotations`, then both halves of `rotated_means`.
+    """
     pair = tl.arange(0, x.shape[1])
     q_x, q_y = queries
-    cos, sin, turned_x, turned_y = turns
+    cos, sin, rotated_x, rotated_y = rotations
     if TRACKED:
         position = tl.load(arena + (page // 2 + position_start + row), inside, 0)
         cos, sin = load_angles(tl.load(rope + position[:, None] * PAIRS + pair[None, :]))
@@ -195,45 +210,52 @@ def rotated_scores(
         q0, q1 = q_x * base_cos + q_y * base_sin, q_y * base_cos - q_x * base_sin
         s += tl.sum(q0 * mean_x[:, None] + q1 * mean_y[:, None], 0)[None, :]
         q0, q1 = q0.to(tl.float16), q1.to(tl.float16)
-        x, y = rotate(x, y, cos, sin, turned_x, turned_y)
+        x, y = rotate(x, y, cos, sin, rotated_x, rotated_y)
     else:
         base_cos, base_sin = load_angles(tl.load(rope + t * BLOCK * PAIRS + pair))
         q0, q1 = rotate_back(q_x, q_y, base_cos[:, None], base_sin[:, None])
-        x, y = rotate(x, y, cos, sin, turned_x, turned_y)
+        x, y = rotate(x, y, cos, sin, rotated_x, rotated_y)
     return tl.dot(x, q0) + (tl.dot(y, q1) + s)  # two chains, side by side
 
 
 @triton.jit
-def load_turns(turns, BLOCK: tl.constexpr, F: tl.constexpr, PAIRS: tl.constexpr):
-    """Angles of a tile's rows against its first, fp16 [BLOCK, F], laid out as the products they
-    will meet: they would be packed anew in every tile."""
-    turn = turns + (tl.arange(0, BLOCK)[:, None] * PAIRS + tl.arange(0, F)[None, :]) * 2
+def load_rotations(rope_fp16, BLOCK: tl.constexpr, F: tl.constexpr, PAIRS: tl.constexpr):
+    """Load cos and sin of a tile's entries relative to its first, fp16 [BLOCK, F].
+
+    They are laid out like the matrix products that they multiply; otherwise every tile would
+    rearrange them.
+    """
+    cos_at = rope_fp16 + (tl.arange(0, BLOCK)[:, None] * PAIRS + tl.arange(0, F)[None, :]) * 2
     like = tl.dot(tl.zeros([BLOCK, 16], tl.float16), tl.zeros([16, F], tl.float16))
-    cos = (tl.load(turn).to(tl.float32) + like).to(tl.float16)
-    sin = (tl.load(turn + 1).to(tl.float32) + like).to(tl.float16)
+    cos = (tl.load(cos_at).to(tl.float32) + like).to(tl.float16)
+    sin = (tl.load(cos_at + 1).to(tl.float32) + like).to(tl.float16)
     return packed_pairs(cos, sin)
 
 
 @triton.jit
 def item_queries(q_x, q_y, TRACKED: tl.constexpr, BIASED: tl.constexpr):
-    """Halves of an item's queries, fp32, as `rotated_scores` takes them."""
+    """Return both halves of an item's queries, in the dtype that `rotated_scores` takes."""
     if TRACKED or not BIASED:
         q_x, q_y = q_x.to(tl.float16), q_y.to(tl.float16)
     return q_x, q_y
 
 
 @triton.jit
-def turned_means(
+def rotated_means(
     mean_x, mean_y, cos, sin, exact, BLOCK: tl.constexpr, F: tl.constexpr, PAIRS: tl.constexpr,
     BIASED: tl.constexpr,
 ):  # fmt: skip
-    """Halves of R_o mu for a tile's rows o, fp16 [BLOCK, F]; where BIASED, of R_o mu - mu."""
+    """Return both halves of R_o mu for the entries o of a tile, fp16 [BLOCK, F]; with BIASED, of
+    R_o mu - mu."""
     nothing = cos * 0
     if BIASED:
         at = exact + (tl.arange(0, BLOCK)[:, None] * PAIRS + tl.arange(0, F)[None, :]) * 2
-        less, sine = tl.load(at) - 1.0, tl.load(at + 1)
+        cos_less_one, sin_exact = tl.load(at) - 1.0, tl.load(at + 1)
         mean_x, mean_y = mean_x[None, :], mean_y[None, :]
-        x, y = mean_x * less - mean_y * sine, mean_y * less + mean_x * sine
+        x, y = (
+            mean_x * cos_less_one - mean_y * sin_exact,
+            mean_y * cos_less_one + mean_x * sin_exact,
+        )
         x, y = packed_pairs(x.to(tl.float16) + nothing, y.to(tl.float16) + nothing)
     else:
         mean_x = tl.broadcast_to(mean_x[None, :], BLOCK, F)
@@ -244,7 +266,7 @@ def turned_means(
 
 @triton.jit
 def _powers(u, k, K: tl.constexpr):
-    """u to the k-th, k < K."""
+    """Return u to the power k, for k < K."""
     x = tl.where(k % 2 == 1, u, 1.0)
     x *= tl.where(k % 4 >= 2, u * u, 1.0)
     if K > 4:
@@ -254,7 +276,7 @@ def _powers(u, k, K: tl.constexpr):
 
 @step_kernel
 def score_kernel(
-    q, q_stride, up, sums, rope, turns, exact, folded, extra, weights, tops, keys, arena,
+    q, q_stride, up, sums, rope, rope_fp16, exact, folded, extra, weights, tops, keys, arena,
     tables, table_slot, table_group, lengths, length_slot, slots, heads, bases, starts, scale,
     G: tl.constexpr, HG: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, K: tl.constexpr,
     D: tl.constexpr, HALF: tl.constexpr, F: tl.constexpr, PAIRS: tl.constexpr,
@@ -263,14 +285,16 @@ def score_kernel(
     EXACT: tl.constexpr, PAGE: tl.constexpr, ALIGN: tl.constexpr, REACH: tl.constexpr,
     SPAN: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Weights of every tile of a slice; items are (sequence, KV head).
+    """Compute the softmax weights of every tile of a split; items are (sequence, KV head).
 
-    q [B, Hq, D]; up [Hk, C, 2, W, PAIRS] and sums fp32 [Hk, 6, PAIRS]: see `maps.Packed`;
-    folded, extra: see `fold_kernel`; rope int32 [M, PAIRS], turns the same as fp16s; exact:
-    `exact_table`. weights
-    [spans, HG * N, SPAN], tops fp32 [spans, HG * N] in log2, spans of (b, g) from bases int32
-    [B * G] on. keys: the arena as 16-bit words, arena: as int32. heads: see `LatentGroups`. HALF:
-    half of the rotated dims.
+    q [B, Hq, D].
+    up [Hk, C, 2, W, PAIRS] and sums fp32 [Hk, 6, PAIRS]: see `maps.Packed`.
+    rope int32 [M, PAIRS]: `rope_table`; rope_fp16: the same as fp16 numbers; exact: `exact_table`.
+    folded, extra: see `fold_kernel`.
+    weights [spans, HG * N, SPAN], tops fp32 [spans, HG * N] in log2: the spans of (b, g) begin at
+    bases int32 [B * G].
+    keys: the arena as 16-bit words, arena: as int32.
+    heads: `LatentGroups.keys`; HALF: half of the rotated dims.
     """
     C: tl.constexpr = 16 // BITS
     WORDS: tl.constexpr = W0 + W1
@@ -286,7 +310,7 @@ def score_kernel(
     end_item = tl.load(starts + 2 * slice + 2)
     end_tile = tl.load(starts + 2 * slice + 3)
     n, row, pair, column = tl.arange(0, NP), tl.arange(0, BLOCK), tl.arange(0, F), tl.arange(0, QP)
-    cos, sin = load_turns(turns, BLOCK, F, PAIRS)
+    cos, sin = load_rotations(rope_fp16, BLOCK, F, PAIRS)
     while (item < end_item) | ((item == end_item) & (tile < end_tile)):
         b, h = item // HK, item % HK
         g = h // HG
@@ -296,12 +320,12 @@ def score_kernel(
         if item == end_item:
             stop = end_tile
         if tile < stop:
-            about = heads + 8 * h
-            row_words = tl.multiple_of(tl.load(about), ALIGN)
-            start = tl.multiple_of(tl.load(about + 2), 8)
+            record = heads + 8 * h
+            row_words = tl.multiple_of(tl.load(record), ALIGN)
+            start = tl.multiple_of(tl.load(record + 2), 8)
             head = (
-                row_words, start, tl.load(about + 3), tl.load(about + 4), tl.load(about + 5),
-                tl.load(about + 6),
+                row_words, start, tl.load(record + 3), tl.load(record + 4), tl.load(record + 5),
+                tl.load(record + 6),
             )  # fmt: skip
             q_x, q_y = load_pairs(q + b * q_stride + h * N * D, column, pair, column < N, D, HALF)
             queries = item_queries(q_x, q_y, TRACKED, BIASED)
@@ -316,38 +340,40 @@ def score_kernel(
                 tl.load(sum_at + 3 * PAIRS), tl.load(sum_at + 4 * PAIRS),
                 tl.load(sum_at + 5 * PAIRS),
             )  # fmt: skip
-            mean_x, mean_y = turned_means(six[0], six[1], cos, sin, exact, BLOCK, F, PAIRS, BIASED)
-            turned = (cos, sin, mean_x, mean_y)
+            mean_x, mean_y = rotated_means(six[0], six[1], cos, sin, exact, BLOCK, F, PAIRS, BIASED)
+            rotations = (cos, sin, mean_x, mean_y)
             table = tables + slot * table_slot + g * table_group
-            run = b * G + g
-            base = tl.load(bases + run)
+            group_item = b * G + g
+            base = tl.load(bases + group_item)
             to = base.to(tl.int64) * NQ + (h % HG) * N + n
-            stretch = ((base // (REACH // SPAN) + run) * HG + h % HG).to(tl.int64)
+            stretch = ((base // (REACH // SPAN) + group_item) * HG + h % HG).to(tl.int64)
             own_folded, own_extra = folded + stretch * (C * WORDS * GP), extra + stretch * 3 * GP
             full = tl.minimum(stop, length // BLOCK)
-            ahead = tile_pages(table, tile, row, length, PAGE, ONE_PAGE)
+            next_page = tile_pages(table, tile, row, length, PAGE, ONE_PAGE)
             for t in tl.range(tile, full, num_stages=STAGES):
-                page = ahead.to(tl.int64) * 32
-                ahead = tile_pages(table, t + 1, row, length, PAGE, ONE_PAGE)
+                page = next_page.to(tl.int64) * 32
+                next_page = tile_pages(table, t + 1, row, length, PAGE, ONE_PAGE)
                 s = _scores(
                     t, page, tile_rows(t, row, PAGE, ONE_PAGE), row >= 0, keys, arena, rope, exact,
-                    head, maps0, maps1, six, queries, turned, own_folded, own_extra, BITS, ZEROS,
+                    head, maps0, maps1, six, queries, rotations, own_folded, own_extra, BITS, ZEROS,
                     TRACKED, BIASED, EXACT, W0, W1, F, PAIRS, K, NP, HG, REACH, BLOCK, ONE_PAGE,
                     False,
                 )  # fmt: skip
-                own = to + t * (BLOCK // SPAN) * NQ
-                store_weights(s * scale, weights, tops, own, n < N, BLOCK, BLOCK, NP, NQ, SPAN)
+                weights_at = to + t * (BLOCK // SPAN) * NQ
+                store_weights(
+                    s * scale, weights, tops, weights_at, n < N, BLOCK, BLOCK, NP, NQ, SPAN
+                )
             for t in tl.range(tl.maximum(tile, full), stop, num_stages=1):
                 rows = length - t * BLOCK
                 page = tile_pages(table, t, row, length, PAGE, ONE_PAGE).to(tl.int64) * 32
                 s = _scores(
                     t, page, tile_rows(t, row, PAGE, ONE_PAGE), row < rows, keys, arena, rope,
-                    exact, head, maps0, maps1, six, queries, turned, own_folded, own_extra, BITS,
+                    exact, head, maps0, maps1, six, queries, rotations, own_folded, own_extra, BITS,
                     ZEROS, TRACKED, BIASED, EXACT, W0, W1, F, PAIRS, K, NP, HG, REACH, BLOCK,
                     ONE_PAGE, True,
                 )  # fmt: skip
                 s = tl.where((row < rows)[:, None], s * scale, float("-inf"))
-                own = to + t * (BLOCK // SPAN) * NQ
-                store_weights(s, weights, tops, own, n < N, rows, BLOCK, NP, NQ, SPAN)
+                weights_at = to + t * (BLOCK // SPAN) * NQ
+                store_weights(s, weights, tops, weights_at, n < N, rows, BLOCK, NP, NQ, SPAN)
         item += 1
         tile = 0

@@ -1,12 +1,15 @@
-"""Decode attention on pages whose keys are rebuilt from latents, by kernels: plan, passes, merge.
+"""Launches the kernel `triton`: decode attention with keys reconstructed from latents, in two
+passes.
+
+Chosen on CUDA for latents of one segment, at most `groups.WIDEST` numbers wide. Keys are best
+computed with a program per KV head, which keeps the head's map A on chip; values with one program
+for all heads that read them. So the first pass (`scores_triton`, on Hopper `scores_gluon`) turns
+every tile of a KV head into softmax weights exp2(s - top) and the maxima `top`; its tiles are
+independent. The second pass (`values_triton`) sums values with these weights. The weights cost as
+many bytes as Hq numbers per entry, written and read once. For slowly rotating pairs `fold_kernel`
+runs before (see `maps.Drift`), and `common.combine` merges partial results at the end.
 
 Shapes as in `latent_decode`.
-
-Two passes, because heads disagree on how to share: keys want one program a KV head, which keeps the
-head's map A on chip; values want one program for all heads that read them. The first pass turns
-every tile of BLOCK rows of a KV head into weights exp2(s - top), their tile's own top beside them;
-its tiles are independent. The second is attention with given weights. The weights cost as many
-bytes as Hq numbers a row, written and read once.
 """
 # mypy: allow-untyped-defs
 
@@ -30,7 +33,7 @@ from kvfold.ops.latent_decode.plan import SPAN, LatentPlan, Passes, workspace
 from kvfold.ops.latent_decode.scores_triton import score_kernel
 from kvfold.ops.latent_decode.values_triton import value_kernel
 
-FOLDING = 1024  # programs, about, that fold queries
+FOLDING = 1024  # approximate number of programs of `fold_kernel`
 
 
 def plan_layers(
@@ -41,7 +44,8 @@ def plan_layers(
     maps: Sequence[KeyMaps] = (),
     passes: Passes | None = None,
 ) -> list[LatentPlan]:
-    """As `ops.latent_decode.plan_layers`. passes: how both are cut, by default as was fastest."""
+    """See `ops.latent_decode.plan_layers`. passes: tuning of both passes, by default the fastest
+    measured."""
     queries = q.shape[1] // sum(len(latent.heads) for latent in layers[0][0].key_latents)
     tables = [latent_groups(*layer, queries, lengths.device) for layer in layers]
     biased = any(x.biased for x in maps)
@@ -63,8 +67,11 @@ def plan_layers(
 
 
 def _cut(lengths: Tensor, tuning: Tuning, num_layers: int) -> Slices:
-    """Tiles of equal cost; beginning an item costs as much as one. lengths int [B, items of a
-    sequence in all layers]."""
+    """Divide tiles among programs, each tile at the same cost; starting an item costs as much as a
+    tile.
+
+    lengths int [B, items of a sequence in all layers].
+    """
     device = lengths.device
     cost = torch.ones(num_layers, lengths.shape[1] // num_layers, dtype=torch.int32, device=device)
     number = tuning.slices * multiprocessors(device)
@@ -75,10 +82,10 @@ def latent_decode(
     q: Tensor, pages: LayerPages, slots: Tensor, scale: float, maps: KeyMaps,
     plan: LatentPlan | None = None, *, passes: Passes | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As `ops.latent_decode.latent_decode`. passes: of a plan that is made here."""
+    """See `ops.latent_decode.latent_decode`. passes: for the plan if it is made here."""
     queries = q.shape[1] // len(maps.up)
     groups = latent_groups(maps.layer, pages.groups, queries, q.device)
-    assert q.stride()[1:] == (q.shape[2], 1), "a sequence's queries are one block"
+    assert q.stride()[1:] == (q.shape[2], 1), "the queries of a sequence must be contiguous"
     if plan is None:
         lengths = pages.lengths[slots]
         rows = lengths.numel() * pages.tables.shape[2] * groups.page
@@ -87,7 +94,7 @@ def latent_decode(
     if (key := (groups, q.dtype, share)) not in maps.packed:
         maps.packed[key] = pack_maps(maps, groups, queries, q.dtype, share)
     packed = maps.packed[key]
-    assert maps.rope.shape[1] == packed.up.shape[-1], "the table is of another head dim"
+    assert maps.rope.shape[1] == packed.up.shape[-1], "the RoPE table belongs to another head dim"
     step = _Step(q, pages, slots, maps, packed, queries, groups, plan)
     step.score(*step.fold(), scale)
     return step.attend_values()
@@ -95,7 +102,7 @@ def latent_decode(
 
 @dataclass(frozen=True)
 class _Step:
-    """A layer's three launches, and a merge."""
+    """A layer's three launches and the merge of partial results."""
 
     q: Tensor
     pages: LayerPages
@@ -131,7 +138,8 @@ class _Step:
         }  # fmt: skip
 
     def fold(self) -> tuple[Tensor, Tensor]:
-        """The queries in latents' space, where pairs turn slowly."""
+        """Multiply queries by the map, for slowly rotating pairs: folded and extra of
+        `fold_kernel`."""
         groups, packed, device = self.groups, self.packed, self.q.device
         drift, group_heads = packed.drift, groups.heads[0]
         runs = len(self.q) * len(self.pages.groups)
@@ -153,11 +161,11 @@ class _Step:
         return folded, extra
 
     def score(self, folded: Tensor, extra: Tensor, scale: float) -> None:
-        """The first pass."""
+        """Launch the first pass: weights of all entries into the workspace."""
         groups, plan, tuning = self.groups, self.plan, self.plan.passes.scores
         packed, rope, arena = self.packed, self.maps.rope, self.pages.arena
         bits, (first, second) = groups.bits[0], groups.pieces
-        assert rope.shape[0] >= tuning.block, "the table is shorter than a tile"
+        assert rope.shape[0] >= tuning.block, "the RoPE table is shorter than a tile"
         grid = (plan.scores.starts.shape[0] - 1,)
         angles = packed.sums, rope, rope.view(torch.float16)
         inputs = (
@@ -171,7 +179,7 @@ class _Step:
 
             alike = groups.narrowest[0] == groups.widths[0]
             scores_gluon.score_kernel[grid](
-                self.q, self.q.stride(0), packed.beside, *angles, *inputs,
+                self.q, self.q.stride(0), packed.up_by_share, *angles, *inputs,
                 words_of(arena, torch.float16), *place, G=len(self.pages.groups),
                 HEADS=plan.passes.heads, LATENTS=plan.passes.heads // packed.share,
                 WIDTH=groups.widths[0] * bits // 16 if alike else 0, VECTOR=min(8, groups.align),
@@ -187,7 +195,7 @@ class _Step:
         )  # fmt: skip
 
     def attend_values(self) -> tuple[Tensor, Tensor]:
-        """The second pass, and the merge of its parts."""
+        """Launch the second pass and merge its partial results."""
         q, groups, plan = self.q, self.groups, self.plan
         bits, tune, slices, room = groups.bits[1], plan.passes.values, plan.values, plan.room
         out = q.new_empty(*q.shape[:2], groups.widths[1])

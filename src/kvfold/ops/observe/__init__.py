@@ -20,7 +20,7 @@ def unread(groups: Sequence[Group]) -> str | None:
     """As of the decode kernels, whose pages these are, with metrics."""
     if not all(group.layout.tracked for group in groups):
         return "rows without metrics: they are not tracked"
-    return score_space.unread(groups)
+    return score_space.unsupported_reason(groups)
 
 
 # Each has `observe`, which is called as the one below.

@@ -1,14 +1,19 @@
-"""Decode attention in one pass over rows whose values all KV heads share, on Hopper.
+"""Decode attention in one pass over entries whose values all KV heads share, on Hopper. CUDA C++.
 
-Two passes (`decode.triton_split`) write the weights to memory and read them again for every piece
-of the values; here they stay on chip, and a page is read once. Keys are scored as they are stored
-(`stored.cu`), or rebuilt before RoPE (`rebuilt.cu`). Measured on an H200, 64 x 8192 tokens of
-Llama-3.1-8B's shape, us a layer: 143 to 193 for stored keys, caches 4 to 6 times smaller, and 401
-for `lean` 6 times smaller, where cuDNN's bf16 takes 481. Fastest are keys in runs of 8 and 4 bits,
-and value runs of an odd number of 16 bytes, whose rows lie in unlike banks of shared memory.
+Not an `Operation` of its own: `decode.triton_split.plan_layers` and
+`latent_decode.triton_pieces.plan_layers` choose it where it supports all layers and there are at
+least ROWS entries. The two-pass kernels there write softmax weights to memory and read them again
+for every piece of the values; here the weights stay on chip and every page is read once. Scores are
+computed with keys as they are stored (`stored.cu`) or reconstructed before RoPE (`rebuilt.cu`);
+`kernel.cu` has the common part.
+
+Measured on an H200, 64 x 8192 tokens of Llama-3.1-8B's shape, us per layer: 143 to 193 for stored
+keys in caches 4x to 6x smaller, and 401 for `lean` 6x smaller; cuDNN's bf16 takes 481. Fastest are
+keys in segments of 8 and 4 bits, and value segments of an odd number of 16-byte units, which spread
+entries over the banks of shared memory.
 """
 
 from kvfold.ops.one_pass.launch import ROWS, OnePassPlan, decode, plan_layers
-from kvfold.ops.one_pass.rows import serves, unread
+from kvfold.ops.one_pass.rows import serves, unsupported_reason
 
-__all__ = ["ROWS", "OnePassPlan", "decode", "plan_layers", "serves", "unread"]
+__all__ = ["ROWS", "OnePassPlan", "decode", "plan_layers", "serves", "unsupported_reason"]

@@ -1,4 +1,7 @@
-"""The kernel for given rows: constants, then CUDA C++ that NVRTC compiles, which PyTorch brings."""
+"""Source and compilation of the one-pass kernel for a layout: constants, then the .cu files.
+
+NVRTC compiles it, which PyTorch includes; so neither nvcc nor a build step is needed.
+"""
 # mypy: allow-untyped-defs
 
 from functools import lru_cache
@@ -23,9 +26,10 @@ Constants = tuple[tuple[str, int], ...]
 
 
 def warps(group: Group, queries: int, rebuilt: bool) -> int:
-    """Of a program: those that score, and those that weigh."""
+    """Return the number of warps per program: those that compute scores and those that sum
+    values."""
     if rebuilt:
-        return 16  # in fours, between which registers move
+        return 16  # groups of four, between which registers are redistributed
     return columns_of(group, queries, rebuilt) // 8 + len(items(latents_of(group, "v")[0]))
 
 
@@ -36,12 +40,15 @@ def source(
     bf16: bool,
     rebuilt: Constants = (),
 ) -> str:
-    """The kernel for such rows. numbers: of a row of q, of out and of a part; rebuilt: what
-    `rebuilt.cu` wants beside, where keys are."""
+    """Return the kernel's source for such a layout.
+
+    numbers: width of q, of out and of a partial result; rebuilt: constants of `rebuilt.cu`, if keys
+        are reconstructed.
+    """
     group, layout = groups[0], groups[0].layout
     keys = latents_of(group, "k")
     (values,) = latents_of(group, "v")
-    places = [[Place.of(group, x) for x in own] for own in keys]
+    places = [[Place.of(group, x) for x in segments] for segments in keys]
     following = places[1] if len(places) > 1 else places[0]
     number = len(items(values))
     known: dict[str, int | list[int]] = {
@@ -62,8 +69,8 @@ def source(
         "SCALE": layout.scale, "SCALE_ROW": layout.scales_per_row,
         "DQ": numbers[0], "DO": numbers[1], "DV": numbers[2], "BF16": int(bf16), **dict(rebuilt),
     }  # fmt: skip
-    for i, each in enumerate(places):  # heads lie as far apart as the first two
-        for x, one, two in zip(each, places[0], following, strict=True):
+    for i, of_head in enumerate(places):  # all heads are as far apart as the first two
+        for x, one, two in zip(of_head, places[0], following, strict=True):
             assert x.start == one.start + i * (two.start - one.start)
             assert x.scale == one.scale + i * (two.scale - one.scale)
     lines = [f"#define {name} {_written(value)}" for name, value in known.items()]
@@ -72,11 +79,12 @@ def source(
 
 
 def _written(value: int | list[int]) -> str:
+    """Write a constant as C++."""
     return str(value) if isinstance(value, int) else "{" + ", ".join(map(str, value)) + "}"
 
 
 class Compiled(NamedTuple):
-    """A kernel, threads of a program, and bytes of its shared memory."""
+    """A kernel, its threads per program, and bytes of shared memory per program."""
 
     kernel: Any
     threads: int
@@ -91,7 +99,7 @@ def compiled(
     bf16: bool,
     rebuilt: Constants = (),
 ) -> Compiled:
-    """As `source`."""
+    """Compile the kernel, once per layout. Arguments as of `source`."""
     kernel = torch.cuda._compile_kernel(
         source(groups, queries, numbers, bf16, rebuilt),
         "one_pass_kernel",

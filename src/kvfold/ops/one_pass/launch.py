@@ -1,4 +1,7 @@
-"""Plans of decode attention in one pass, and its launch. Shapes as in `decode.triton`."""
+"""Plans and launches of the one-pass kernel.
+
+Shapes as in `decode.triton`.
+"""
 # mypy: allow-untyped-defs
 
 from collections.abc import Sequence
@@ -21,31 +24,33 @@ from kvfold.ops.one_pass.build import Constants, compiled
 from kvfold.ops.one_pass.rebuilt import RebuiltMaps, pack
 from kvfold.ops.one_pass.rows import columns_of, items_read
 
-OVERHEAD, SMALLEST = 2, 2  # cost of beginning an item, and least work of a slice, in pages
-# From so many rows on one pass is faster, or no slower. us a layer of a sequence on an H100, in two
-# passes and in one, its new row's storing included: `swift` 5 times smaller 35 and 31 with 1024
-# rows, 39 and 35 with 4096, 41 and 38 with 8192; `lean` 8 times 39 and 52, 50 and 52, 64 and 53.
+OVERHEAD, SMALLEST = 2, 2  # cost of starting an item, and least work of a split, in pages
+# Number of entries from which one pass is about as fast or faster. us per layer of one sequence on
+# an H100, in two passes and in one, including the store of the new entry, with 1024, 4096 and 8192
+# entries: `swift` 5x smaller 35 and 31, 39 and 35, 41 and 38; `lean` 8x smaller 39 and 52, 50 and
+# 52, 64 and 53.
 ROWS = 4096
 
 
 @lru_cache(maxsize=4096)
 def _tables(groups: tuple[Group, ...], queries: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """int32: items of the weighing warps, and lines of groups as `combine_kernel` reads them."""
+    """Return int32 tables: items of the value warps, and the groups as `combine_kernel` reads
+    them."""
     lines = []
     for g, group in enumerate(groups):
         line = [0] * VALUE_FIELDS
         line[1], line[6], line[7], line[10] = widest_value(groups), g, group.heads[0] * queries, 1
         lines.append(line)
-    made = (
+    tables = (
         torch.tensor(x, dtype=torch.int32, device=device) for x in (items_read(groups[0]), lines)
     )
-    first, second = made
-    return first, second
+    items, groups_table = tables
+    return items, groups_table
 
 
 @dataclass(frozen=True)
 class OnePassPlan:
-    """One layer's slices, and where parts go: room that layers share."""
+    """One layer's splits, and buffers of partial results, which all layers share."""
 
     slices: Slices
     part: Tensor
@@ -55,8 +60,10 @@ class OnePassPlan:
 def plan_layers(
     layers: Sequence[Sequence[Group]], lengths: Tensor, queries: int, rebuilt: bool = False
 ) -> list[OnePassPlan]:
-    """As `ops.decode.plan_layers`, of layers that are served and whose pages are alike long.
-    rebuilt: as of `latent_decode`."""
+    """See `ops.decode.plan_layers`. All layers must be supported and have pages of equal length.
+
+    rebuilt: whether keys are reconstructed, as in `ops.latent_decode`.
+    """
     device, groups, page = lengths.device, len(layers[0]), layers[0][0].layout.page
     cost = torch.ones(len(layers), groups, dtype=torch.int32, device=device)
     number = multiprocessors(device)
@@ -72,38 +79,42 @@ def decode(
     q: Tensor, pages: LayerPages, slots: Tensor, scale: float, plan: OnePassPlan,
     maps: KeyMaps | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As `ops.decode.decode`, of a plan; with maps, as `ops.latent_decode.latent_decode`."""
+    """See `ops.decode.decode`, or with maps `ops.latent_decode.latent_decode`. The plan is
+    required."""
     arena, tables, lengths, groups = pages
     batch, num_heads, rank = q.shape
     queries, width = num_heads // len(owner_of(groups)), widest_value(groups)
-    held, per_group = plan.part.shape[2], num_heads // len(groups)
+    part_width, per_group = plan.part.shape[2], num_heads // len(groups)
     padding = queries, plan.part.shape[1] // len(groups[0].heads)
     out = q.new_empty(batch, num_heads, width)
     lse = torch.empty(batch, num_heads, dtype=torch.float32, device=q.device)
-    known: Constants = ()
-    beside = q, q  # nothing is rebuilt: neither is read
+    constants: Constants = ()
+    map_arguments = q, q  # placeholders: without maps neither is read
     if maps is not None:
         packed = _packed(maps, groups[0], rank, queries)
-        known, beside = packed.constants, (packed.data, maps.rope)
-    numbers = rank, width, held
-    kernel, threads, shared = compiled(groups, queries, numbers, q.dtype == torch.bfloat16, known)
-    own, lines = _tables(groups, queries, q.device)
+        constants, map_arguments = packed.constants, (packed.data, maps.rope)
+    numbers = rank, width, part_width
+    kernel, threads, shared = compiled(
+        groups, queries, numbers, q.dtype == torch.bfloat16, constants
+    )
+    items, lines = _tables(groups, queries, q.device)
     slices = plan.slices
     kernel(
         grid=(slices.starts.shape[0] - 1, 1, 1),
         block=(threads, 1, 1),
         args=[
             q, q.stride(0), out, lse, plan.part, plan.part_ml, arena, tables, tables.stride(0),
-            tables.stride(1), lengths, lengths.stride(0), slots, own, slices.starts,
-            slices.counts, float(scale * LOG2_E), *beside,
+            tables.stride(1), lengths, lengths.stride(0), slots, items, slices.starts,
+            slices.counts, float(scale * LOG2_E), *map_arguments,
         ],
         shared_mem=shared,
     )  # fmt: skip
-    combine(out, lse, plan.part, plan.part_ml, lines, slices, per_group, held, padding)
+    combine(out, lse, plan.part, plan.part_ml, lines, slices, per_group, part_width, padding)
     return out, lse
 
 
 def _packed(maps: KeyMaps, group: Group, head_dim: int, queries: int) -> RebuiltMaps:
+    """Return the layer's maps as `rebuilt.cu` reads them, converted once."""
     key = "one pass", group, queries
     if key not in maps.packed:
         maps.packed[key] = pack(maps, group, head_dim, queries)

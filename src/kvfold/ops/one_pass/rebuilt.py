@@ -1,8 +1,8 @@
-"""Maps that rebuild keys, as `rebuilt.cu` reads them.
+"""Maps that reconstruct keys, as the one-pass kernel (`rebuilt.cu`) reads them.
 
-Shapes: Hk KV heads, P products of 16 numbers of a latent, F pairs, the first half of them rebuilt
-(`fast`); 32 threads, of which thread 4 g + c has column g and numbers 2 c, 2 c + 1, 2 c + 8,
-2 c + 9 of a product's second operand.
+Shapes: Hk KV heads, P matrix products of 16 numbers of a latent each, F pairs, the first half of
+them (`fast`) reconstructed. Of 32 threads, thread 4 g + c holds column g and numbers 2 c, 2 c + 1,
+2 c + 8, 2 c + 9 of a product's second operand.
 """
 
 from collections.abc import Sequence
@@ -17,20 +17,25 @@ from kvfold.ops.latent_decode.maps import Drift, KeyMaps, find_drift, halves_of
 from kvfold.ops.one_pass.build import Constants
 from kvfold.ops.one_pass.rows import fast_pairs
 
-NONE = -1
+NONE = -1  # no number is loaded in this place
 
 
 @dataclass(frozen=True, eq=False)
 class RebuiltMaps:
-    """A layer's maps: `data` uint8; constants: what `rebuilt.cu` wants, where parts begin too."""
+    """A layer's maps.
+
+    data uint8: all tables; constants: what `rebuilt.cu` needs, including the offset of each table.
+    """
 
     data: Tensor
     constants: Constants
 
 
 def drift_of(maps: KeyMaps, head_dim: int, queries: int) -> Drift | None:
-    """How slow pairs turn; None where half of them does not do so slowly. Found once: waits for
-    the device."""
+    """Return how slow pairs rotate; None if fewer than half of the pairs do so slowly.
+
+    Computed once: waits for the device.
+    """
     key = "drift", queries
     if key not in maps.packed:
         maps.packed[key] = find_drift(maps.inv_freq, 2 * fast_pairs(head_dim), queries)
@@ -39,19 +44,19 @@ def drift_of(maps: KeyMaps, head_dim: int, queries: int) -> Drift | None:
 
 
 def pack(maps: KeyMaps, group: Group, head_dim: int, queries: int) -> RebuiltMaps:
-    """Made once: waits for the device."""
+    """Convert a layer's maps for `rebuilt.cu`. Done once per layer: waits for the device."""
     drift = drift_of(maps, head_dim, queries)
-    assert drift is not None, "one pass is planned where half of the pairs turn slowly"
+    assert drift is not None, "one pass is planned only where half of the pairs rotate slowly"
     numbers, factors = _numbers(latents_of(group, "k")[0])
     rank, fast = int(numbers.max()) + 1, drift.fast
     halves = halves_of(maps, rank)  # [Hk, 2, F, rank + 1]
     up, mean = halves[..., :-1], halves[..., -1].transpose(1, 2)
-    known = numbers.to(up.device)
-    each = up[..., known.clamp(min=0)] * (known != NONE) / factors.to(up.device)
-    each = each.half()  # [Hk, 2, F, P, 16]
+    loaded = numbers.to(up.device)
+    by_product = up[..., loaded.clamp(min=0)] * (loaded != NONE) / factors.to(up.device)
+    by_product = by_product.half()  # [Hk, 2, F, P, 16]
     parts = {
-        "MAP_FAST": _fast(each[:, :, :fast]),
-        "MAP_SLOW": _slow(each[:, :, fast:]),
+        "MAP_FAST": _fast(by_product[:, :, :fast]),
+        "MAP_SLOW": _slow(by_product[:, :, fast:]),
         "MAP_FAST_MEAN": mean[:, :fast].contiguous(),
         "MAP_SLOW_MEAN": mean[:, fast:].contiguous(),
         "MAP_POWERS": drift.powers,
@@ -60,17 +65,17 @@ def pack(maps: KeyMaps, group: Group, head_dim: int, queries: int) -> RebuiltMap
         "PAIRS": maps.rope.shape[1], "FAST": fast, "REACH": drift.reach,
         "POWERS": len(drift.powers), "D": head_dim, "HALF": maps.rotary // 2,
     }  # fmt: skip
-    found, end = [], 0
+    tables, end = [], 0
     for name, part in parts.items():
         constants[name] = end
-        found.append(part.contiguous().view(-1).view(torch.uint8))
-        end += len(found[-1])
-    return RebuiltMaps(torch.cat(found), tuple(constants.items()))
+        tables.append(part.contiguous().view(-1).view(torch.uint8))
+        end += len(tables[-1])
+    return RebuiltMaps(torch.cat(tables), tuple(constants.items()))
 
 
 def _numbers(keys: Sequence[Segment]) -> tuple[Tensor, Tensor]:
-    """Numbers of a latent by product and place, int64 [P, 16], NONE where none is loaded; and what
-    their codes are multiplied by as they are unpacked, fp32."""
+    """Return which number of a latent each place of each product holds, int64 [P, 16], NONE where
+    none is loaded; and the factor by which unpacking makes it too large, fp32 [P, 16]."""
     places: list[int] = []
     factors: list[float] = []
     column = 0
@@ -86,18 +91,24 @@ def _numbers(keys: Sequence[Segment]) -> tuple[Tensor, Tensor]:
     return torch.tensor(places).view(-1, 16), torch.tensor(factors).view(-1, 16)
 
 
-def _fast(each: Tensor) -> Tensor:
-    """[Hk, 2, F, P, 16] -> [Hk, blocks of 8 pairs, P, 32 threads, two columns of tiles, 4]: a
-    tile's columns are x, y of 4 pairs."""
+def _fast(maps: Tensor) -> Tensor:
+    """Arrange the map of fast pairs for the threads: [Hk, 2, F, P, 16] -> [Hk, blocks of 8 pairs,
+    P, 32 threads, 2 tile columns, 4].
+
+    A tile's columns are x, y of 4 pairs.
+    """
     # F: block, tile, pair; 16: half, c, two
-    own = each.unflatten(2, (-1, 2, 4)).unflatten(-1, (2, 4, 2))
+    by_thread = maps.unflatten(2, (-1, 2, 4)).unflatten(-1, (2, 4, 2))
     # [Hk, xy, block, tile, pair, P, half, c, two] -> block, P, pair, xy, c, tile, half, two
-    return own.permute(0, 2, 5, 4, 1, 7, 3, 6, 8)
+    return by_thread.permute(0, 2, 5, 4, 1, 7, 3, 6, 8)
 
 
-def _slow(each: Tensor) -> Tensor:
-    """[Hk, 2, F, P, 16] -> [Hk, P, blocks of 8 pairs, 32 threads, two columns of tiles, 4]: a
-    tile's columns are 8 numbers, its rows x, y of 8 pairs."""
-    own = each.unflatten(2, (-1, 2, 4)).unflatten(-1, (2, 8))
+def _slow(maps: Tensor) -> Tensor:
+    """Arrange the map of slow pairs for the threads: [Hk, 2, F, P, 16] -> [Hk, P, blocks of 8
+    pairs, 32 threads, 2 tile columns, 4].
+
+    A tile's columns are 8 numbers, its rows x, y of 8 pairs.
+    """
+    by_thread = maps.unflatten(2, (-1, 2, 4)).unflatten(-1, (2, 8))
     # [Hk, xy, block, half, c, P, tile, g] -> P, block, g, c, tile, half, xy
-    return own.permute(0, 5, 2, 7, 4, 6, 3, 1)
+    return by_thread.permute(0, 5, 2, 7, 4, 6, 3, 1)

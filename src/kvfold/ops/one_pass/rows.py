@@ -1,4 +1,4 @@
-"""Which rows one pass reads, and how they fill a multiprocessor's shared memory."""
+"""Which layouts the one-pass kernel supports, and how it divides shared memory."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -10,26 +10,34 @@ from kvfold.layout.pages import Group, Segment
 from kvfold.ops.common.pieces import Place, latents_of
 from kvfold.ops.common.plan import padded_width
 
-ROOM = 227 * 1024  # bytes of shared memory that a program may have
-WARPS = 12  # most items of values, of 64 numbers of a row
-PAGES = (16, 32, 64)  # rows of one; the more, the faster
-STAGES, MOST_STAGES = 2, 8  # pages at once
-BUFFERS = 2  # of weights
-REBUILT_COLUMNS = 32  # query heads of a group whose keys are rebuilt: as many as eight warps score
+ROOM = 227 * 1024  # bytes of shared memory per program
+WARPS = 12  # most value items: 64 numbers of an entry each
+PAGES = (16, 32, 64)  # supported entries per page; larger is faster
+STAGES, MOST_STAGES = 2, 8  # fewest and most pages in shared memory at a time
+BUFFERS = 2  # buffers of weights
+REBUILT_COLUMNS = 32  # query heads per group with reconstructed keys: four per each of eight warps
 
 
 def padded(heads: int, queries: int, rebuilt: bool) -> int | None:
-    """Query heads of a KV head, with padding, as a program of `heads` KV heads takes them: 4 or 8,
-    so that they fill its columns, at most half of them padding; None where they cannot."""
+    """Return the query heads per KV head including padding, 4 or 8; None if the kernel does not
+    support the number.
+
+    The heads fill the columns of a program of `heads` KV heads; at most half of them are padding.
+    """
     columns = (REBUILT_COLUMNS,) if rebuilt else (16, 32)
     sizes = (n for n in (4, 8) if queries <= n <= 2 * queries and heads * n in columns)
     return next(sizes, None)
 
 
-def unread(groups: Sequence[Group], queries: int, head_dim: int | None = None) -> str | None:
-    """Why one pass does not serve these rows; None where it does: groups alike, each with keys a
-    head, alike but for their place, and one value latent. head_dim: of keys that are rebuilt before
-    RoPE, of a single group; None: keys are scored as they are stored."""
+def unsupported_reason(
+    groups: Sequence[Group], queries: int, head_dim: int | None = None
+) -> str | None:
+    """Say why the one-pass kernel does not support these groups; None if it does.
+
+    All groups must have the same layout: keys of every KV head with the same segments, and one
+        value latent. queries: query heads per KV head; head_dim: of keys that are reconstructed
+        before RoPE, which needs a single group; None: keys are used as stored.
+    """
     first, *rest = groups
     if any(_shape(x) != _shape(first) for x in rest):
         return "groups of unlike layouts"
@@ -48,9 +56,9 @@ def unread(groups: Sequence[Group], queries: int, head_dim: int | None = None) -
         return "rows other than codes without zeros, keys and values apart"
     if [x[0].heads for x in keys] != [(h,) for h in first.heads] or len(values) != 1:
         return "other latents than keys of every head, and values of all"
-    if len({tuple((x.bits, x.width) for x in own) for own in keys}) > 1:
+    if len({tuple((x.bits, x.width) for x in segments) for segments in keys}) > 1:
         return "keys of other runs from head to head"
-    if any(x.row_bytes % 4 for own in keys for x in own) or any(
+    if any(x.row_bytes % 4 for segments in keys for x in segments) or any(
         x.row_bytes % 16 for x in values[0]
     ):
         return "runs of keys that are no multiple of 4 bytes, or of values, of 16"
@@ -65,99 +73,116 @@ def unread(groups: Sequence[Group], queries: int, head_dim: int | None = None) -
 
 
 def _shape(group: Group) -> tuple[Any, ...]:
-    """What groups have in common whose pages are read alike."""
+    """What groups must have in common to be read by one kernel."""
     layout = group.layout
-    each = ((Place.of(group, x), x.side, x.bits, x.width) for x in layout.segments)
-    return len(group.heads), layout.page, layout.scale, layout.tracked, *each
+    segments = ((Place.of(group, x), x.side, x.bits, x.width) for x in layout.segments)
+    return len(group.heads), layout.page, layout.scale, layout.tracked, *segments
 
 
 @lru_cache(maxsize=4096)
 def serves(
     groups: tuple[Group, ...], queries: int, device: torch.device, head_dim: int | None = None
 ) -> bool:
-    """Whether the kernel reads a layer's rows, and runs: on Hopper, with a PyTorch that compiles
+    """Tell whether the kernel supports a layer on this device: Hopper, with a PyTorch that compiles
     CUDA C++."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return False
-    return hasattr(torch.cuda, "_compile_kernel") and unread(groups, queries, head_dim) is None
+    return (
+        hasattr(torch.cuda, "_compile_kernel")
+        and unsupported_reason(groups, queries, head_dim) is None
+    )
 
 
 def weighers_scale(group: Group, rebuilt: bool) -> bool:
-    """Whether weights are left as they are, once, and warps that weigh multiply them by the scales
-    of their run: faster where runs are several or keys are rebuilt (4.6 times smaller 156 us a
-    layer, not 162); of a single run it is slower (150, not 143)."""
+    """Tell whether the warps that sum values multiply weights by the scales of their segment.
+
+    Otherwise the scoring warps do it. The former is faster with several segments or reconstructed
+    keys (4.6x smaller: 156 us per layer instead of 162), slower with one segment (150 instead of
+    143).
+    """
     return rebuilt or len(latents_of(group, "v")[0]) > 1
 
 
 def items(values: Sequence[Segment]) -> list[tuple[int, int, int, int]]:
-    """Run, first word / 16, which bytes of words, and the run's column, of 64 numbers each."""
-    found, column = [], 0
-    for run, x in enumerate(values):
+    """List the value items, 64 numbers each: segment, first word / 16, which bytes of words, first
+    column of the segment."""
+    item_list, column = [], 0
+    for segment, x in enumerate(values):
         words = x.row_bytes // 2
         for block in range(0, -(-words // 16), 2 if x.bits == 8 else 1):
-            found += [(run, block, half, column) for half in range(2 if x.bits == 2 else 1)]
+            item_list += [(segment, block, half, column) for half in range(2 if x.bits == 2 else 1)]
         column += x.width
-    return found
+    return item_list
 
 
 def items_read(group: Group) -> list[tuple[int, ...]]:
-    """`items` as the kernel reads them: `Item` of tools.cu."""
+    """Return `items` as the kernel reads them: `Item` of tools.cu."""
     (values,) = latents_of(group, "v")
-    found = []
-    for run, *own in items(values):
-        place = Place.of(group, values[run])
-        found.append((*own, values[run].bits, place.words, 2 * place.start, place.scale, 0))
-    return found
+    records = []
+    for segment, *position in items(values):
+        place = Place.of(group, values[segment])
+        records.append(
+            (*position, values[segment].bits, place.words, 2 * place.start, place.scale, 0)
+        )
+    return records
 
 
 def read_bytes(group: Group) -> int:
-    """Bytes of a page up to its last scale, in whole 16."""
+    """Return the bytes of a page up to its last scale, rounded up to a multiple of 16."""
     layout = group.layout
     end = layout.blocks.scales.offset + layout.page * layout.scales_per_row * layout.scale
     return -(-end // 16) * 16
 
 
 def products(keys: Sequence[Segment]) -> int:
-    """16 numbers of a key's latent each: four threads load 4 bytes of a run at a time."""
+    """Return the number of matrix products, 16 numbers each, that cover a key's latent.
+
+    Four threads load 4 bytes of a segment at a time.
+    """
     return sum(-(-x.row_bytes // 16) * (8 // x.bits) for x in keys)
 
 
 def fast_pairs(head_dim: int) -> int:
-    """Pairs of a key's numbers that are rebuilt; the others turn slowly."""
+    """Return the number of a key's pairs that are reconstructed; the others rotate slowly."""
     return padded_width(head_dim // 2) // 2
 
 
 def columns_of(group: Group, queries: int, rebuilt: bool) -> int:
-    """Query heads of a group, with padding."""
+    """Return the query heads of a group, including padding."""
     size = padded(len(group.heads), queries, rebuilt)
-    assert size is not None, "rows that one pass does not serve"
+    assert size is not None, "a layout that the one-pass kernel does not support"
     return len(group.heads) * size
 
 
 def map_bytes(group: Group, queries: int, head_dim: int) -> int:
-    """Of the maps that rebuild keys, of how these turn within 16 rows, and of scoring warps'
-    queries, turns and sums."""
-    fast, made = fast_pairs(head_dim), products(latents_of(group, "k")[0])
+    """Return the shared memory for the maps, their rotations within 16 entries, and the scoring
+    warps' queries, rotations and sums."""
+    fast, num_products = fast_pairs(head_dim), products(latents_of(group, "k")[0])
     warps = columns_of(group, queries, True) // 4
-    own = 16 * fast + 64 + 512 * made + group.layout.page // 4 * fast
-    return len(group.heads) * (made * 64 * fast + 8 * fast) + 128 * fast + warps * own
+    warp_bytes = 16 * fast + 64 + 512 * num_products + group.layout.page // 4 * fast
+    return (
+        len(group.heads) * (num_products * 64 * fast + 8 * fast) + 128 * fast + warps * warp_bytes
+    )
 
 
 def fixed_bytes(group: Group, queries: int, head_dim: int | None) -> int:
-    """Shared memory beside pages: buffers of weights, what rebuilds keys, and what is small."""
+    """Return the shared memory besides pages: buffers of weights, maps that reconstruct keys, and
+    small arrays."""
     columns = columns_of(group, queries, head_dim is not None)
     scorers = columns // (8 if head_dim is None else 4)
     number = len(items(latents_of(group, "v")[0]))
-    each = columns * (2 * group.layout.page + 16) + 4 * columns + 4 * scorers
-    beside = 4 * columns + 16 * (MOST_STAGES + BUFFERS) + 48 + 32 * number  # masses, barriers ..
+    buffer_bytes = columns * (2 * group.layout.page + 16) + 4 * columns + 4 * scorers
+    small_bytes = 4 * columns + 16 * (MOST_STAGES + BUFFERS) + 48 + 32 * number  # sums, barriers ..
     maps = 0 if head_dim is None else map_bytes(group, queries, head_dim)
-    return BUFFERS * each + beside + maps
+    return BUFFERS * buffer_bytes + small_bytes + maps
 
 
 def stages(group: Group, queries: int, head_dim: int | None) -> int:
+    """Return how many pages fit into shared memory at a time."""
     return min(MOST_STAGES, (ROOM - fixed_bytes(group, queries, head_dim)) // read_bytes(group))
 
 
 def shared_bytes(group: Group, queries: int, head_dim: int | None) -> int:
+    """Return the bytes of shared memory per program."""
     pages = stages(group, queries, head_dim) * read_bytes(group)
     return pages + fixed_bytes(group, queries, head_dim)
