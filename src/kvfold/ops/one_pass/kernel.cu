@@ -1,4 +1,7 @@
-struct Work {  // the tiles of a slice, item by item
+// The one-pass decode kernel itself: how a block iterates over its split, copies pages, and sums
+// values. Comes after tools.cu, which explains it, and stored.cu or rebuilt.cu, which define `Scorer`.
+
+struct Work {  // iterates over the tiles of a split, item by item
   int item, tile, end_item, end_tile, b, g, length, stop;
   __device__ Work(const int *starts, int slice) {
     item = starts[2 * slice], tile = starts[2 * slice + 1];
@@ -15,11 +18,11 @@ struct Work {  // the tiles of a slice, item by item
   __device__ void next() { item++, tile = 0; }
 };
 
-struct Pages {  // copied ahead by one thread, in the order in which they are read
+struct Pages {  // copies pages ahead, in one thread, in the order in which they are read
   Work work;
-  int stage, next;  // where the next goes, and which it is: looked up a page earlier, or NONE
+  int stage, next;  // buffer and offset of the next page; the offset is looked up a page earlier, or NONE
   u32 phase;
-  bool within;      // an item has begun
+  bool within;      // whether an item has begun
   static constexpr int NONE = -1;
   __device__ Pages(const int *starts, int slice)
       : work(starts, slice), stage(0), next(NONE), phase(0), within(false) {}
@@ -46,7 +49,7 @@ struct Pages {  // copied ahead by one thread, in the order in which they are re
   }
 };
 
-// Scales of rows `row` and `row + 8` of a page, none beyond its rows, where there may be anything.
+// Scales of entries `row` and `row + 8` of a page, 0 beyond its `rows` (memory there is undefined).
 __device__ __forceinline__ u32 scales_of(const u8 *page, int first, int row, int rows) {
   const int at = first + row * SCALE_ROW;
   u32 x = two_scales(page, at, at + 8 * SCALE_ROW);
@@ -54,7 +57,8 @@ __device__ __forceinline__ u32 scales_of(const u8 *page, int first, int row, int
   return x;
 }
 
-// Codes of a word that an item takes: all of 4 bits; of 8 those of two words; of 2 one byte's.
+// Multiplies a page's values by weights, for one item. It takes all 4 codes of a 4-bit word, both
+// codes of two 8-bit words, or the codes of one byte of a 2-bit word.
 template <int BITS, class Scales, class Take>
 __device__ __forceinline__ void weigh(
     u32 page, u32 weights, const Item &mine, int lane, Scales scales, Take take) {
@@ -62,7 +66,7 @@ __device__ __forceinline__ void weigh(
   const int in = lane / 8, own = lane % 8, row = 4 * (in / 2) + own / 2 + 8 * (own % 2);
   u32 value = page + mine.start + row * (2 * words) + (mine.block * 16 + 8 * (in % 2)) * 2;
   u32 weight = weights + (own + 8 * (in / 2)) * ROW + (in % 2) * 16;
-#pragma unroll (SETS == 1 ? 1 : STEPS)  // of two items registers are short
+#pragma unroll (SETS == 1 ? 1 : STEPS)  // with two items per warp registers are scarce
   for (int step = 0; step < STEPS; step++) {
     u32 w[COLS / 8][2];
 #pragma unroll
@@ -95,7 +99,8 @@ __device__ __forceinline__ void weigh(
   }
 }
 
-// Sums of an item, [4 numbers or twice 2][query heads / 8][4], less `by` of query heads 2 c, + 1 ..
+// Multiplies an item's sums [4 codes][query heads / 8][4] by the factors `by` of query heads 2 c,
+// 2 c + 1 .., after their maximum was raised.
 __device__ __forceinline__ void fade(float (&sums)[4][COLS / 8][4], const float *by) {
 #pragma unroll
   for (int n = 0; n < COLS / 8; n++) {
@@ -108,7 +113,8 @@ __device__ __forceinline__ void fade(float (&sums)[4][COLS / 8][4], const float 
   }
 }
 
-// Leaves them in `out`, divided by masses, where they are whole, and else in `part`.
+// Stores an item's sums: in `out`, divided by the sums of weights, if the split has the whole item
+// of work; otherwise in `part`.
 template <int BITS>
 __device__ __forceinline__ void finish(
     const float (&sums)[4][COLS / 8][4], const Item &mine, const float *masses,
@@ -123,7 +129,7 @@ __device__ __forceinline__ void finish(
       const float share = whole ? __fdividef(0.5f, masses[column]) : 0.5f;
       const float size = share * scale_unit(BITS);
 #pragma unroll
-      for (int i = 0; i < 4; i += SIDE) {  // numbers side by side
+      for (int i = 0; i < 4; i += SIDE) {  // adjacent numbers
         const int word = mine.block * 16 + (BITS == 8 ? 8 * i : 0) + g + 8 * (k / 2);
         const int number = mine.column + word * PER + (BITS == 2 ? 4 * mine.half : 0);
         if (word >= mine.words) continue;
@@ -158,12 +164,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_pass_kernel(
   extern __shared__ __align__(128) u8 room[];
   u8 *weights = room + STAGES * PAGE_BYTES;                      // [BUFFERS][COLS][ROW]
   float *fades = (float *)(weights + BUFFERS * WEIGHTS);  // [BUFFERS][COLS]
-  float *masses = fades + BUFFERS * COLS;                              // [COLS], at the end
+  float *masses = fades + BUFFERS * COLS;                              // [COLS], sums of weights, at the end of an item
   u32 *faded = (u32 *)(masses + COLS);                           // [BUFFERS][SCORERS]
   u8 *scorers = (u8 *)(faded + BUFFERS * SCORERS);                     // SCORER_BYTES
   const u32 full = shared_of(scorers + SCORER_BYTES), empty = full + 8 * STAGES;
   const u32 ready = empty + 8 * STAGES, done = ready + 8 * BUFFERS;
-  // Kept here, since registers are dear: what one thread reads, and items.
+  // In shared memory, since registers are scarce: the state of the copying thread, and items.
   Pages &ahead = *(Pages *)(scorers + SCORER_BYTES + 16 * (STAGES + BUFFERS));
   Item *all_items = (Item *)(&ahead + 1);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -183,11 +189,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_pass_kernel(
   const u32 pages = shared_of(room);
   Work work(starts, slice);
   int stage = 0, buffer = 0;
-  u32 phase = 0, turn = 0;  // of the ring of pages, of the buffers of weights
+  u32 phase = 0, turn = 0;  // parity of the page buffers, and of the weight buffers
 
   const int c = lane % 4, g = lane / 4;
   if (warp < SCORERS) {
-    const int column = warp * 4 * SETS + c;  // its first query head
+    const int column = warp * 4 * SETS + c;  // the thread's first query head
     registers_to_score();
     Scorer scorer(scorers, maps, rope, warp, lane, scale_of_scores);
     for (; work.more(); work.next()) {
@@ -277,9 +283,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_pass_kernel(
   auto weigh_pages = [&](auto owned, int first) {
     constexpr int OWN_ITEMS = decltype(owned)::value;
     registers_to_weigh<OWN_ITEMS>();
-    if (warp >= SCORERS + WEIGHERS) return;  // fills a group of four
+    if (warp >= SCORERS + WEIGHERS) return;  // only completes a group of four warps
     const Item *mine = all_items + first;
-    // One thread copies pages: the next to where this one was, once all are through with it.
+    // One thread copies pages, each into the buffer of the page that all warps have finished.
     const bool copies = warp == SCORERS + WEIGHERS - 1 && lane == 0;
     auto copy = [&]() {
       ahead.copy(pages, full, empty, arena);
@@ -287,7 +293,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_pass_kernel(
     };
     if (copies) {
       ahead = Pages(starts, slice);
-      for (int i = 0; i <= STAGES; i++) copy();  // the first looks up only
+      for (int i = 0; i <= STAGES; i++) copy();  // the first call only looks up a page
     }
     __syncwarp();
     for (; work.more(); work.next()) {
@@ -337,7 +343,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_pass_kernel(
       if (++buffer == BUFFERS) buffer = 0, turn ^= 1;
     }
   };
-  // Of more items than warps the first four have two each.
+  // With more items than warps, the first four warps have two items each.
   constexpr bool TWO = ITEMS > WEIGHERS;
   const int own = warp - SCORERS;
   if (TWO && own < 4) weigh_pages(At<TWO + 1>(), 2 * own);

@@ -1,32 +1,35 @@
-// Scores of keys that are rebuilt before RoPE: of a latent z of each KV head, in runs of codes, the
-// key at position p is R_p (A z + mu). Of its PAIRS pairs of numbers (x, y), which R_p turns, the
-// first FAST are rebuilt. The others turn so slowly that over REACH rows cosines and sines are
-// polynomials of POWERS terms: queries go through the map instead, once for as many rows.
+// Scores with keys that are reconstructed before RoPE (one-pass kernel, see tools.cu). A KV head has
+// a latent z, in segments of codes; its key at position p is R_p (A z + mu). R_p rotates PAIRS pairs
+// of numbers (x, y). The first FAST pairs are reconstructed. The others rotate so slowly that over a
+// stretch of REACH entries cosine and sine are polynomials of POWERS terms: queries are multiplied
+// by the map instead, once per stretch.
 //
-// Products have 16 rows of fp16 latents. k = 2 i and 2 i + 1 are codes of like place in two words.
-// A rebuilt pair is turned by its row's place of 16 alone, and the query back by where those begin:
-// even columns of queries are for the first 16 rows of 32, odd ones for the others.
+// Products have 16 rows of fp16 latents. k = 2 i and 2 i + 1 are codes at the same place in two
+// words. A reconstructed pair is rotated only by its entry's index within 16 entries, and the query
+// is rotated back by the position where these 16 begin: even columns of queries belong to the first
+// 16 of 32 entries, odd columns to the others.
 //
-// Defined before, beside what kernel.cu wants: PAIRS, FAST, REACH, POWERS; D numbers of a query's
-// head, of which the first 2 HALF turn; byte of every part of `maps`: MAP_* (see rebuilt.py).
+// Constants defined before, besides those of tools.cu: PAIRS, FAST, REACH, POWERS; D, width of a
+// query head, of which the first 2 HALF numbers are rotated; MAP_*, byte offsets of the tables in
+// `maps` (see rebuilt.py).
 
 static_assert(POWERS == 4, "eight columns are two powers of four queries, and there are two");
 constexpr int SLOW = PAIRS - FAST, TURNS = FAST / 4, BLOCKS = FAST / 8;
 __device__ constexpr int products(int runs) {
   return runs == 0 ? 0 : products(runs - 1) + loads(runs - 1) * fields(runs - 1);
 }
-constexpr int PRODUCTS = products(KEY_RUNS);   // of 16 numbers of a latent
-constexpr int MAP_BYTES = HEADS * BLOCKS * PRODUCTS * 512;  // of what rebuilds, in shared memory
-constexpr int OFFSETS_BYTES = 16 * FAST * 8;   // how pairs turn in 16 rows
+constexpr int PRODUCTS = products(KEY_RUNS);   // of 16 numbers of a latent each
+constexpr int MAP_BYTES = HEADS * BLOCKS * PRODUCTS * 512;  // maps of fast pairs, in shared memory
+constexpr int OFFSETS_BYTES = 16 * FAST * 8;   // rotations of pairs within 16 entries
 constexpr int FAST_QUERIES = BLOCKS * 16 * 8, TURNED = STEPS * FAST * 4;
-constexpr int SET_BYTES = PRODUCTS * 512 + FAST_QUERIES + 64;   // of four queries
-constexpr int OWN_BYTES = SETS * SET_BYTES + TURNED;            // of a scoring warp
-constexpr int MEANS_BYTES = HEADS * FAST * 8;  // of pairs that are rebuilt
+constexpr int SET_BYTES = PRODUCTS * 512 + FAST_QUERIES + 64;   // of a set of four queries
+constexpr int OWN_BYTES = SETS * SET_BYTES + TURNED;            // per scoring warp
+constexpr int MEANS_BYTES = HEADS * FAST * 8;  // of mu, at fast pairs
 constexpr int FIXED_BYTES = MAP_BYTES + OFFSETS_BYTES + MEANS_BYTES;
 constexpr int SCORER_BYTES = FIXED_BYTES + SCORERS * OWN_BYTES;
 
-// Of sixteen warps with 128 registers a thread: eight score, four weigh up to two items each, and
-// four weigh one.
+// Sixteen warps with 128 registers per thread are launched: eight compute scores, four sum values of
+// up to two items each, and four of one item. Registers are redistributed accordingly.
 __device__ __forceinline__ void registers_to_score() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 120;");
 }
@@ -44,7 +47,7 @@ __device__ __forceinline__ u32 add_times(u32 a, u32 b, u32 c) {
   asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(c));
   return x;
 }
-// Numbers of a query as fp32: x and y of a pair.
+// A pair of a query's numbers as fp32: x and y.
 __device__ __forceinline__ float2 pair_at(const u16 *q, int pair) {
   constexpr int REST = D / 2 - HALF;
   if (pair >= D / 2) return make_float2(0, 0);
@@ -59,9 +62,9 @@ struct Scorer {
   const u8 *own_map;     // in shared memory, of this warp's KV heads
   const uint2 *offsets;  // (cos, cos), (-sin, sin) by pair / 4, row, pair % 4
   const float2 *means;   // of this warp's first KV head
-  u32 *turns;            // of a tile's rows 0, 16 .. by which queries are turned back
-  // Of a set of queries: slow pairs in the space of latents, by product; fast pairs, fp16, by
-  // block, query, pair % 4; and what mu adds to a query's score, by power.
+  u32 *turns;            // rotations at a tile's entries 0, 16 .., by which queries are rotated back
+  // Per set of queries: slow pairs in the space of latents, by product (`folded`); fast pairs, fp16,
+  // by block, query, pair % 4 (`fast`); and what mu adds to a query's score, by power (`extra`).
   u8 *sets;
   const u16 *q;
   float size;
@@ -91,9 +94,9 @@ struct Scorer {
   __device__ __forceinline__ float *extra(int u) const {
     return (float *)(sets + u * SET_BYTES + PRODUCTS * 512 + FAST_QUERIES);
   }
-  // What all warps of the block do before.
+  // Loads maps and tables into shared memory; run by all warps of the block.
   static __device__ __forceinline__ void prepare(u8 *room, const u8 *maps, const u32 *rope) {
-    for (int i = threadIdx.x; i < MAP_BYTES / 16; i += blockDim.x)  // all on their way at once
+    for (int i = threadIdx.x; i < MAP_BYTES / 16; i += blockDim.x)  // all copies in flight together
       asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
                    :: "r"(shared_of(room) + 16 * i), "l"(maps + MAP_FAST + 16 * i) : "memory");
     for (int i = threadIdx.x; i < HEADS * FAST; i += blockDim.x)
@@ -119,7 +122,7 @@ struct Scorer {
             make_uint2(pair_of(x.x * size, x.y * size), pair_of(y.x * size, y.y * size));
       }
   }
-  // Turns of a tile, on their way to where those of the one before are no longer read.
+  // Starts to copy a tile's rotations into the buffer of the tile before, which is finished.
   __device__ __forceinline__ void look_up(int start) {
     __syncwarp();
 #pragma unroll
@@ -131,7 +134,7 @@ struct Scorer {
     }
   }
 
-  // The slow pairs of queries in the space of latents, for the stretch about row `middle`.
+  // Multiplies the slow pairs of queries by the map, for the stretch whose middle is `middle`.
   __device__ __forceinline__ void fold(int u, int middle) {
     const int own = head + u * 4 / N;
     const float *powers = (const float *)(maps + MAP_POWERS) + (g % 2) * SLOW;
@@ -177,7 +180,7 @@ struct Scorer {
     }
   }
 
-  // Latents of a head's 32 rows, as both products take them.
+  // Unpacks a head's latents of 32 entries, as operands of both products.
   __device__ __forceinline__ void unpack(u32 (&a)[PRODUCTS][2][4], const u8 *page, int own, int first) {
     each<KEY_RUNS>([&](auto at) {
       constexpr int R = decltype(at)::value, BITS = key_bits[R], PER = 16 / BITS;
@@ -186,7 +189,7 @@ struct Scorer {
       const int scale_at = (first + g) * SCALE_ROW + key_scale[R] + own * key_scale_next[R];
       const u8 *scales = page + scale_at * SCALE;
 #pragma unroll
-      for (int half = 0; half < 4; half++) {  // rows g + 8 * half
+      for (int half = 0; half < 4; half++) {  // entries g + 8 * half
         const u32 scale = twice(scales + half * 8 * SCALE_ROW * SCALE, BITS);
 #pragma unroll
         for (int l = 0; l < LOADS; l++) {
@@ -201,7 +204,7 @@ struct Scorer {
       }
     });
   }
-  // A scale, twice, as fp16.
+  // A scale as fp16, twice in a register.
   static __device__ __forceinline__ u32 twice(const u8 *at, int bits) {
     if (SCALE == 2) return *(const u16 *)at * 0x10001u;
     u32 x;
@@ -238,7 +241,7 @@ struct Scorer {
     look_up(start + PAGE);
   }
 
-  // Scores by slow pairs, of 32 rows: row, from the stretch's middle, is the first.
+  // Scores of 32 entries by slow pairs. row: offset of the first from the stretch's middle.
   __device__ __forceinline__ void set_slow(
       float (&found)[2][2], const u32 (&a)[PRODUCTS][2][4], int u, int row) {
     const float4 by = ((const float4 *)extra(u))[c];
@@ -267,7 +270,7 @@ struct Scorer {
       }
   }
 
-  // Scores by fast pairs, which are rebuilt in blocks of 8.
+  // Adds the scores by fast pairs, which are reconstructed in blocks of 8.
   __device__ __forceinline__ void add_fast(
       float (&found)[2][2], const u32 (&a)[PRODUCTS][2][4], int u, int part) {
     const int own = u * 4 / N;
@@ -275,7 +278,7 @@ struct Scorer {
     float sum[2][4] = {};
 #pragma unroll
     for (int m = 0; m < BLOCKS; m++) {
-      float key[2][2][4];  // of 16 rows, 4 pairs
+      float key[2][2][4];  // of 16 entries, 4 pairs
 #pragma unroll
       for (int k = 0; k < PRODUCTS; k++) {
         const uint4 b = *(const uint4 *)(own_map + ((own * BLOCKS + m) * PRODUCTS + k) * 512);

@@ -1,10 +1,14 @@
+// Scores with keys as they are stored (one-pass kernel, see tools.cu, which comes before): integer
+// products of codes and queries, which become 16-bit integers. rebuilt.cu is the alternative for
+// keys that are reconstructed before RoPE; both define `Scorer`.
+
 constexpr int SCORER_BYTES = 0;
 __device__ __forceinline__ void registers_to_score() {}
 template <int OWN_ITEMS> __device__ __forceinline__ void registers_to_weigh() {}
 
-// A scoring warp's. Of query g / 2 (even g: its higher byte) of both sets of four: bytes, as codes
-// lie in words; of query c what is to be taken off for the codes' middle, and what a whole number
-// stands for.
+// State of a scoring warp, for two sets of four queries. bytes: of query g / 2 (even g: its high
+// byte, odd g: its low byte), in the order of codes in words; middles: of query c, what the middle
+// code adds to scores; unit: of query c, the factor from integer scores to scores.
 struct Scorer {
   static constexpr int REGISTERS = all_registers(KEY_RUNS);
   const int c, g, first;
@@ -20,7 +24,7 @@ struct Scorer {
 
   // q: of the group's first query head.
   __device__ __forceinline__ void begin(const u16 *q) {
-    u32 pairs[2][2 * REGISTERS];  // of numbers, as they come
+    u32 pairs[2][2 * REGISTERS];  // of numbers, as loaded
 #pragma unroll
     for (int u = 0; u < 2; u++) {
       const u16 *own = q + real_of(first * N + u * 4 + g / 2) * DQ;
@@ -75,7 +79,7 @@ struct Scorer {
     }
   }
 
-  // Scores of a page before their unit: of query c of both sets, rows g and g + 8 of every 16.
+  // Scores of a page, not yet times unit: of query c of both sets, entries g and g + 8 of every 16.
   __device__ __forceinline__ void score(float (&s)[STEPS][2][2], const u8 *page, int, bool) const {
     each<KEY_RUNS>([&](auto at) {
       constexpr int R = decltype(at)::value, BITS = key_bits[R], PER = fields(R);
@@ -113,7 +117,7 @@ struct Scorer {
               else multiply(sum[j], a, by[0], by[1]);
             }
           });
-          if constexpr (REGISTERS % 2)  // of 8 bits alone
+          if constexpr (REGISTERS % 2)  // only with 8 bits
             for (int j = 0; j < 2 / OWN; j++)
               multiply(sum[j], x[LOADS - 1], y[LOADS - 1],
                        bytes[h + j][all_registers(R) + REGISTERS - 1]);

@@ -1,47 +1,55 @@
-// Decode attention in one pass over rows whose values all KV heads share, keys and values in runs
-// of 8, 4 and 2 bits. For Hopper: pages come whole by bulk copies.
+// Common part of the one-pass decode kernel: constants, and functions for tensor cores, codes and
+// scales. The kernel computes decode attention over entries whose values all KV heads share, with
+// keys and values in segments of 8, 4 and 2 bits. Hopper only: whole pages arrive by bulk copies.
 //
-// A block is alone on its multiprocessor. SCORERS warps score pages, SETS times four query heads each,
-// and leave weights in shared memory; the other warps weigh values by them: an item or two of 64
-// numbers of a row, for all query heads. One of their threads copies pages ahead. Scales of values are
-// multiplied with weights by the latter (WEIGHERS_SCALE), or by the former where there is one run.
+// Words as in ops/decode/__init__.py: entry (`row`), page, tile, item, split (`slice`), segment
+// (`run`), code word. Here a tile is a page, an item of work is (sequence, group), an item of
+// values (`Item`) 64 numbers of every entry; words have 16 bits.
 //
-// Queries are whole numbers of 16 bits, split into two bytes, so that keys' codes are multiplied as
-// they are, by integer products: the two bytes of four query heads are the eight columns of one.
-// Values' codes become fp16, less their middle. Of 16 rows of a product, rows i and i + 8 stand
-// side by side: k = 2 i and 2 i + 1.
-// Items are (sequence, group); a tile is a page. Words are of 16 bits.
+// One block runs per multiprocessor. SCORERS warps compute scores of pages, each for SETS times
+// four query heads, and leave softmax weights in shared memory. The other warps sum values with
+// these weights: one or two value items each, for all query heads. One of their threads copies
+// pages ahead. Weights are multiplied by the scales of values in the latter warps
+// (WEIGHERS_SCALE), or in the former if values are a single segment.
 //
-// Defined before (see build.py): PAGE rows, PAGE_BYTES copied of a page, STAGES of them at once; G
-// groups of HEADS KV heads, REAL query heads of each, with padding N, QUERY_HEADS of all, without;
-// ITEMS of values, of WEIGHERS warps, and WARPS of all; BUFFERS of weights; WEIGHERS_SCALE; of every run of keys its
-// bits, words of a row, byte of the first row and number of its first scale, and how far on the next
-// head's are; VALUE_SCALE of the first run of values; SCALE bytes of a scale, SCALE_ROW of them a row; DQ, DO, DV numbers of a row of q, out and
-// part; BF16.
+// Scores of stored keys are integer products: a query is 16-bit integers, split into two bytes, so
+// that codes are multiplied as they are; the two bytes of four query heads are the eight columns of
+// a product. Codes of values become fp16, minus the middle code. Of 16 rows of a product, rows i and
+// i + 8 are adjacent: k = 2 i and 2 i + 1.
+//
+// Constants that build.py defines before this text:
+//   PAGE entries per page, PAGE_BYTES copied per page, STAGES pages in shared memory at a time
+//   G groups of HEADS KV heads; REAL query heads per KV head, N with padding; QUERY_HEADS of all
+//   groups, without padding
+//   ITEMS of values for WEIGHERS warps; WARPS per block; BUFFERS of weights; WEIGHERS_SCALE
+//   KEY_*: per segment of keys its bits, words per entry, byte of its first entry, number of its
+//   first scale, and the distances to the same of the next head
+//   VALUE_SCALE: number of the first scale of values; SCALE bytes per scale, SCALE_ROW scales per
+//   entry; DQ, DO, DV: width of q, out and part; BF16: whether q and out are bf16
 
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned char u8;
 typedef unsigned long long u64;
 
-constexpr int COLS = HEADS * N;            // query heads of a group
+constexpr int COLS = HEADS * N;            // query heads per group, with padding
 constexpr int SCORERS = COLS / (4 * SETS);
-// A column's query head in its group; one that is padding computes what its last one does.
+// The query head of a column in its group; padding columns repeat the last query head.
 __device__ __forceinline__ bool is_real(int column) { return column % N < REAL; }
 __device__ __forceinline__ int real_of(int column) {
   return column / N * REAL + (is_real(column) ? column % N : REAL - 1);
 }
-constexpr int OWN = 8 / N;                 // KV heads of a scoring warp
+constexpr int OWN = 8 / N;                 // KV heads per scoring warp
 constexpr int STEPS = PAGE / 16;
-constexpr int ROW = 2 * PAGE + 16;         // bytes of a query head's weights
-constexpr int WEIGHTS = COLS * ROW;        // bytes of a page's
-#define NONE_YET __int_as_float(0xFF800000)  // the least score
-constexpr float SLACK = 4.0f;              // a top is raised once it is exceeded by 2^SLACK
-constexpr int MOST_QUERY = 32512;          // so that both of its bytes fit
+constexpr int ROW = 2 * PAGE + 16;         // bytes of a query head's weights for a page
+constexpr int WEIGHTS = COLS * ROW;        // bytes of all weights for a page
+#define NONE_YET __int_as_float(0xFF800000)  // -inf: no score yet
+constexpr float SLACK = 4.0f;              // the maximum is raised once a score exceeds it by SLACK (log2)
+constexpr int MOST_QUERY = 32512;          // largest query integer: both of its bytes fit into int8
 
-// What a weighing warp takes of a row at a time: the first word / 16 of a run, of 2 bits which bytes
-// of words, and the run's first column of the output; then the run's bits, words of a row, byte of
-// the first row and number of its first scale.
+// A value item, 64 numbers of every entry: block, its first word / 16 in the segment; half, with 2
+// bits which bytes of the words; column, the segment's first column of the output. Then the
+// segment's bits, words per entry, byte of the first entry and number of the first scale.
 struct __align__(16) Item { int block, half, column, bits, words, start, scale, unused; };
 
 __device__ constexpr int key_bits[] = KEY_BITS, key_words[] = KEY_WORDS, key_start[] = KEY_START;
@@ -52,8 +60,8 @@ __device__ constexpr int numbers(int runs) {
   return runs == 0 ? 0 : numbers(runs - 1) + key_words[runs - 1] * (16 / key_bits[runs - 1]);
 }
 
-// Of a run of keys: 32-bit words of a row that a thread loads, how many of them side by side, and
-// registers of queries, one for every field of a word. Two registers make a product.
+// Of a segment of keys: 32-bit words of an entry that a thread loads, how many of them by one load,
+// and registers of queries, one for every code position in a byte (field). A product takes two.
 __device__ constexpr int loads(int run) { return (2 * key_words[run] + 15) / 16; }
 __device__ constexpr int fields(int run) { return 8 / key_bits[run]; }
 __device__ constexpr int side_by_side(int run) {
@@ -65,7 +73,7 @@ __device__ constexpr int side_by_side(int run) {
 __device__ constexpr int all_registers(int runs) {
   return runs == 0 ? 0 : all_registers(runs - 1) + loads(runs - 1) * fields(runs - 1);
 }
-// Byte of a row where a thread's load begins.
+// Byte of an entry where a thread's load begins.
 __device__ constexpr int place_of(int run, int load, int c) {
   const int wide = side_by_side(run);
   return load / wide * 16 * wide + 4 * wide * c + 4 * (load % wide);
@@ -87,7 +95,7 @@ __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b
       " {%0,%1,%2,%3};" : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-// Codes, unsigned, by bytes of queries: 32 numbers, or 16; onto nothing, or onto c.
+// Integer products of unsigned codes and bytes of queries: 32 or 16 numbers, added to 0 or to c.
 __device__ __forceinline__ void start(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9},"
       " {%10,%10,%10,%10};" : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
@@ -118,7 +126,7 @@ __device__ __forceinline__ void load_turned(u32 (&x)[4], u32 at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
       : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");
 }
-// The sum of both bytes' products; what overflows on the way does not in the end.
+// Sum of both bytes' products. Intermediate overflow is harmless: the result fits.
 __device__ __forceinline__ int whole_of(int high, int low, int middle) {
   return (int)(256u * (u32)high + ((u32)low + (u32)middle));
 }
@@ -146,7 +154,7 @@ __device__ __forceinline__ u32 output_of(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
   return x;
 }
-// Two or four numbers side by side.
+// Stores of two or four adjacent numbers.
 __device__ __forceinline__ void give(void *to, const u32 (&x)[1]) { *(u32 *)to = x[0]; }
 __device__ __forceinline__ void give(void *to, const u32 (&x)[2]) {
   *(uint2 *)to = make_uint2(x[0], x[1]);
@@ -157,7 +165,7 @@ __device__ __forceinline__ void give(void *to, const float (&x)[2]) {
 __device__ __forceinline__ void give(void *to, const float (&x)[4]) {
   *(float4 *)to = make_float4(x[0], x[1], x[2], x[3]);
 }
-// Scales of two rows, fp16, so many times too small.
+// Scales of two entries as fp16, smaller than the true scales by the factor scale_unit.
 __device__ constexpr float scale_unit(int bits) { return SCALE == 2 ? 1.0f : 1.0f / (1 << bits); }
 __device__ __forceinline__ u32 two_scales(const u8 *page, int at, int other) {
   if (SCALE == 2) return ((const u16 *)page)[at] | (u32)((const u16 *)page)[other] << 16;
@@ -166,8 +174,8 @@ __device__ __forceinline__ u32 two_scales(const u8 *page, int at, int other) {
       : "=r"(x) : "r"(page[at] | (u32)page[other] << 8));
   return x;
 }
-// A scale of keys, so many times too small: what stands for an fp8 number's bits as a float's, even
-// where it is subnormal.
+// A scale of keys, smaller than the true scale by the factor KEY_UNIT: the bits of an fp8 number
+// moved into a float are the number times a power of two, also for subnormal numbers.
 constexpr float KEY_UNIT = SCALE == 2 ? 1.0f : 0x1p120f;
 __device__ __forceinline__ float key_scale_of(const u8 *page, int at) {
   if (SCALE == 2) return half_of(((const u16 *)page)[at]);
@@ -179,7 +187,7 @@ __device__ __forceinline__ u32 times(u32 a, u32 b) {
   return x;
 }
 
-// Code J of two words, less the middle of all codes, 2 * factor times too large.
+// Code J of two words minus the middle code, as fp16, 2 * factor times too large.
 template <int BITS, int J> __device__ __forceinline__ u32 centred(u32 words) {
   constexpr int PER = 8 / BITS, PLACE = BITS * (J % PER);
   constexpr u32 MOST = (1u << BITS) - 1;
