@@ -212,10 +212,12 @@ def attend(
 ):  # fmt: skip
     """Compute attention of tasks begin..end.
 
-    Writes, for every task: weights [K, H, C] (if they are kept): powers of 2, the largest of which
-        is 1; sums [K, H, 2]: the maximum score and the sum of the powers; outputs [K, H, dv]: the
-        values summed with these weights. cap: in log2, 0: none; window: 0: none, otherwise entries
-        at positions up to positions - window are hidden; positions [B]: of the queries.
+    Writes for every task the weights [K, H, C] (if they are kept), powers of 2 of which the largest
+    is 1; sums [K, H, 2], the maximum score and the sum of the powers; and outputs [K, H, dv], the
+    values summed with these weights.
+    cap: softcap in log2, 0: none.
+    window: 0: none, otherwise entries at positions up to positions - window are hidden.
+    positions [B]: of the queries.
     """
     most = heads.shape[1]
     rows = np.zeros(page * columns, dtype=np.float32)  # a page's entries as fp32

@@ -4,11 +4,11 @@ Chosen on CUDA for entries that KV heads share or that have segments of several 
 Hopper GPU supports all layers in `ops.one_pass` and there are at least `one_pass.ROWS` entries,
 `plan_layers` chooses that kernel instead of the two passes.
 
-Why two passes: keys are best computed with a program per latent, values that heads share with one
-    program for all of these heads, which unpacks each piece once. So the first pass
-    (`scores_triton`, or `scores_wide` for wide keys) computes softmax weights, and the second
-    (`common.values_triton`) sums the values weighted by them. The weights cost as many bytes as Hq
-    16-bit numbers per entry, written once and read once per piece of the values.
+There are two passes because keys are best computed with a program per latent, and values that heads
+share with one program for all of these heads, which unpacks each piece once. So the first pass
+(`scores_triton`, or `scores_wide` for wide keys) computes softmax weights, and the second
+(`common.values_triton`) sums the values weighted by them. The weights cost as many bytes as Hq
+16-bit numbers per entry, written once and read once per piece of the values.
 
 Shapes as in `decode.triton`; V pieces of values.
 """

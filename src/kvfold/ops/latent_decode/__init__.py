@@ -1,6 +1,6 @@
-"""Decode attention with keys reconstructed from latents before RoPE (Palu §4): one new token per
-sequence over its cached pages.
+"""Decode attention with keys reconstructed from latents before RoPE (Palu §4).
 
+Attends from one new token per sequence to its cached pages.
 The key of head h at position p is R_p (A_h z + mu_h), where z is the latent that serves the head.
 Values are latents that are attended to as they are. A latent may serve one head, some or all, and
 may be both key and value.

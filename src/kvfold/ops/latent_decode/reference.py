@@ -1,7 +1,7 @@
-"""Decode attention with reconstructed keys in plain PyTorch: gathers all entries, reconstructs all
-keys. For layouts without a kernel.
+"""Decode attention with reconstructed keys in plain PyTorch, for layouts without a kernel.
 
-Shapes as in `latent_decode`; T entries of the longest group, R numbers of an entry.
+Gathers all entries and reconstructs all keys first. Shapes as in `latent_decode`; T entries of the
+longest group, R numbers of an entry.
 """
 
 from collections.abc import Sequence

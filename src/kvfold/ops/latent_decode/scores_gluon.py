@@ -1,5 +1,4 @@
-"""Gluon kernel of scores with keys reconstructed from latents, for Hopper's tensor cores: first
-pass of the kernel `triton`.
+"""Gluon kernel of scores with reconstructed keys on Hopper: first pass of the kernel `triton`.
 
 Chosen on Hopper where `plan.hopper_heads` is not 0; computes what `scores_triton` computes, whose
 docstring explains the method. Entries store no positions here, and codes become numbers before they

@@ -1,22 +1,21 @@
-"""Triton kernel of scores with keys reconstructed from latents: the first pass of the kernel
-`triton`.
+"""Triton kernel of scores with keys reconstructed from latents: first pass of the kernel `triton`.
 
 Serves latents of one segment on CUDA; on Hopper `scores_gluon` computes the same for common shapes.
 Leaves softmax weights of every tile for `values_triton`.
 
-RoPE: keys are not rotated to their absolute position. score = (R_a^T q) . (R_o u) with u = A z +
-    mu, for an entry at position a + o in a tile that begins at position a. So a tile rotates its N
-    queries back by the angles of a, and its entries by o < BLOCK, whose table stays on chip.
-    Entries that store their positions (TRACKED) look their angles up instead.
+Keys are not rotated to their absolute position. score = (R_a^T q) . (R_o u) with u = A z + mu, for
+an entry at position a + o in a tile that begins at position a. So a tile rotates its N queries back
+by the angles of a, and its entries by o < BLOCK, whose table stays on chip. Entries that store
+their positions (TRACKED) look their angles up instead.
 
-Means: mu may be a hundred times larger than the differences between keys (Qwen2.5's biases). With
-    BIASED, only R_o mu - mu, which is small where mu is large, is added to keys in fp16, and (R_a^T
-    q) . mu is computed in fp32.
+Means mu may be a hundred times larger than the differences between keys (Qwen2.5's biases). With
+BIASED, only R_o mu - mu, which is small where mu is large, is added to keys in fp16, and (R_a^T q)
+. mu is computed in fp32.
 
-Slow pairs: half of the pairs rotate so slowly that they are not reconstructed. Within a stretch of
-    REACH entries R_o is a polynomial in o with K powers. `fold_kernel` multiplies A^T by the
-    queries times its coefficients; the K * N resulting vectors are in the latent's space, so
-    latents are multiplied by them directly (see `maps.Drift`).
+Half of the pairs, the slow pairs, rotate so slowly that they are not reconstructed. Within a
+stretch of REACH entries R_o is a polynomial in o with K powers. `fold_kernel` multiplies A^T by the
+queries times its coefficients; the K * N resulting vectors are in the latent's space, so latents
+are multiplied by them directly (see `maps.Drift`).
 
 Shapes as in `latent_decode`; HG KV heads per group; W code words of a key latent in a tile, in two
 pieces W0 + W1 (each a power of two), of C codes each; F of PAIRS pairs are reconstructed; NP: N

@@ -1,5 +1,4 @@
-"""Gluon functions that copy a tile of latents to shared memory, unpack it and multiply it, for
-`scores_gluon` on Hopper.
+"""Gluon functions that copy, unpack and multiply a tile of latents, for `scores_gluon` on Hopper.
 
 Shapes as in `scores_gluon`. A latent is copied in one or two pieces of W0 and W1 code words, since
 Triton's sizes are powers of two; C codes per word (1: unquantised).

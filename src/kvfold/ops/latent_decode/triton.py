@@ -1,5 +1,4 @@
-"""Launches the kernel `triton`: decode attention with keys reconstructed from latents, in two
-passes.
+"""Launches the kernel `triton`: decode attention with reconstructed keys, in two passes.
 
 Chosen on CUDA for latents of one segment, at most `groups.WIDEST` numbers wide. Keys are best
 computed with a program per KV head, which keeps the head's map A on chip; values with one program

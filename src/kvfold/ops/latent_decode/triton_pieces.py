@@ -1,10 +1,10 @@
-"""Launches the kernel `triton_pieces`: decode attention with keys reconstructed from latents of any
-width and several bit widths.
+"""Launches the kernel `triton_pieces`: as `triton`, for latents of any width and several bit
+widths.
 
-Chosen on CUDA where `triton` does not support the latents. Two passes as there: weights by
-`scores_pieces`, then values by `common.values_triton`. If a Hopper GPU supports all layers in
-`ops.one_pass` and there are at least `one_pass.ROWS` entries, `plan_layers` chooses that kernel
-instead.
+Decode attention with keys reconstructed from latents. Chosen on CUDA where `triton` does not
+support the latents. Two passes as there: weights by `scores_pieces`, then values by
+`common.values_triton`. If a Hopper GPU supports all layers in `ops.one_pass` and there are at least
+`one_pass.ROWS` entries, `plan_layers` chooses that kernel instead.
 
 Shapes as in `latent_decode`; M pieces of all KV heads (see `pieces.KeyPieces`).
 """

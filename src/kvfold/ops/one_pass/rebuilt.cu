@@ -1,8 +1,8 @@
-// Scores with keys that are reconstructed before RoPE (one-pass kernel, see tools.cu). A KV head has
-// a latent z, in segments of codes; its key at position p is R_p (A z + mu). R_p rotates PAIRS pairs
-// of numbers (x, y). The first FAST pairs are reconstructed. The others rotate so slowly that over a
-// stretch of REACH entries cosine and sine are polynomials of POWERS terms: queries are multiplied
-// by the map instead, once per stretch.
+// Scores with keys that are reconstructed before RoPE (one-pass kernel, see tools.cu). A KV head
+// has a latent z, in segments of codes; its key at position p is R_p (A z + mu). R_p rotates PAIRS
+// pairs of numbers (x, y). The first FAST pairs are reconstructed. The others rotate so slowly that
+// over a stretch of REACH entries cosine and sine are polynomials of POWERS terms: queries are
+// multiplied by the map instead, once per stretch.
 //
 // Products have 16 rows of fp16 latents. k = 2 i and 2 i + 1 are codes at the same place in two
 // words. A reconstructed pair is rotated only by its entry's index within 16 entries, and the query
@@ -28,8 +28,8 @@ constexpr int MEANS_BYTES = HEADS * FAST * 8;  // of mu, at fast pairs
 constexpr int FIXED_BYTES = MAP_BYTES + OFFSETS_BYTES + MEANS_BYTES;
 constexpr int SCORER_BYTES = FIXED_BYTES + SCORERS * OWN_BYTES;
 
-// Sixteen warps with 128 registers per thread are launched: eight compute scores, four sum values of
-// up to two items each, and four of one item. Registers are redistributed accordingly.
+// Sixteen warps with 128 registers per thread are launched: eight compute scores, four sum values
+// of up to two items each, and four of one item. Registers are redistributed accordingly.
 __device__ __forceinline__ void registers_to_score() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 120;");
 }
@@ -62,9 +62,10 @@ struct Scorer {
   const u8 *own_map;     // in shared memory, of this warp's KV heads
   const uint2 *offsets;  // (cos, cos), (-sin, sin) by pair / 4, row, pair % 4
   const float2 *means;   // of this warp's first KV head
-  u32 *turns;            // rotations at a tile's entries 0, 16 .., by which queries are rotated back
-  // Per set of queries: slow pairs in the space of latents, by product (`folded`); fast pairs, fp16,
-  // by block, query, pair % 4 (`fast`); and what mu adds to a query's score, by power (`extra`).
+  u32 *turns;            // rotations at a tile's entries 0, 16 .., to rotate queries back by
+  // Per set of queries: slow pairs in the space of latents, by product (`folded`); fast pairs,
+  // fp16, by block, query, pair % 4 (`fast`); and what mu adds to a query's score, by power
+  // (`extra`).
   u8 *sets;
   const u16 *q;
   float size;

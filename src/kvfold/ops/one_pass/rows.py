@@ -34,9 +34,9 @@ def unsupported_reason(
 ) -> str | None:
     """Say why the one-pass kernel does not support these groups; None if it does.
 
-    All groups must have the same layout: keys of every KV head with the same segments, and one
-        value latent. queries: query heads per KV head; head_dim: of keys that are reconstructed
-        before RoPE, which needs a single group; None: keys are used as stored.
+    All groups must have the same layout, with keys of every KV head in the same segments and one
+    value latent. queries: query heads per KV head. head_dim: of keys that are reconstructed before
+    RoPE, which needs a single group; None: keys are used as stored.
     """
     first, *rest = groups
     if any(_shape(x) != _shape(first) for x in rest):

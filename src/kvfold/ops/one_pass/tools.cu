@@ -14,8 +14,8 @@
 //
 // Scores of stored keys are integer products: a query is 16-bit integers, split into two bytes, so
 // that codes are multiplied as they are; the two bytes of four query heads are the eight columns of
-// a product. Codes of values become fp16, minus the middle code. Of 16 rows of a product, rows i and
-// i + 8 are adjacent: k = 2 i and 2 i + 1.
+// a product. Codes of values become fp16, minus the middle code. Of 16 rows of a product, rows i
+// and i + 8 are adjacent: k = 2 i and 2 i + 1.
 //
 // Constants that build.py defines before this text:
 //   PAGE entries per page, PAGE_BYTES copied per page, STAGES pages in shared memory at a time
@@ -44,7 +44,7 @@ constexpr int STEPS = PAGE / 16;
 constexpr int ROW = 2 * PAGE + 16;         // bytes of a query head's weights for a page
 constexpr int WEIGHTS = COLS * ROW;        // bytes of all weights for a page
 #define NONE_YET __int_as_float(0xFF800000)  // -inf: no score yet
-constexpr float SLACK = 4.0f;              // the maximum is raised once a score exceeds it by SLACK (log2)
+constexpr float SLACK = 4.0f;              // how far a score exceeds the maximum before it is raised
 constexpr int MOST_QUERY = 32512;          // largest query integer: both of its bytes fit into int8
 
 // A value item, 64 numbers of every entry: block, its first word / 16 in the segment; half, with 2
