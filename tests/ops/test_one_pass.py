@@ -40,9 +40,9 @@ SERVED = {
 }
 OTHERS = {
     "queries of 32 bits": swift([((64, 4),)] * 8, [((96, 4),)], page=64, itemsize=4),
-    "groups of unlike": swift([((64, 4),)] * 8, [((64, 4),), ((96, 4),)], heads=4, page=64),
+    "groups of unequal": swift([((64, 4),)] * 8, [((64, 4),), ((96, 4),)], heads=4, page=64),
     "6 KV heads of": swift([((64, 4),)] * 6, [((96, 4),)], page=64),
-    "other runs": swift([((64, 4),)] * 4 + [((32, 4),)] * 4, [((96, 4),)], page=64),
+    "other segments": swift([((64, 4),)] * 4 + [((32, 4),)] * 4, [((96, 4),)], page=64),
     "no multiple": swift([((64, 4),)] * 8, [((72, 4),)], page=64),
     "with metrics": swift([((64, 4),)] * 8, [((96, 4),)], page=64, tracked=True),
     "pages of 128": swift([((64, 4),)] * 8, [((96, 4),)], page=128),

@@ -96,7 +96,7 @@ def two_passes(layout: CacheLayout, queries: int) -> str | None:
         groups, reconstructed = layout.groups_of_layer(i), layer.keys == "pre_rope"
         head_dim = layout.spec.geometry.head_dim if reconstructed else None
         if reconstructed and unsupported_by_triton(layer, groups) is None:
-            return "latents of one precision to rebuild keys from, which other kernels read"
+            return "key latents of one bit width, which other kernels reconstruct keys from"
         reason = pieces.unread("latent_decode" if reconstructed else "decode", groups)
         if reason := reason or one_pass.unsupported_reason(groups, queries, head_dim):
             return reason

@@ -52,14 +52,14 @@ def unsupported_reason(groups: Sequence[Group]) -> str | None:
     """
     for group in groups:
         if len(group.heads) > 1:
-            return "rows that KV heads share: the kernels read rows of one"
+            return "entries that KV heads share: the kernels read entries of one KV head"
         sides = [segment.side for segment in group.layout.segments]
         if "kv" in sides:
-            return "keys and values in one latent: the kernels read either by itself"
+            return "keys and values in one latent: the kernels read separate ones"
         if sides not in ([], ["k"], ["v"], ["k", "v"]):
-            return "several scales or widths of bits a side: the kernels read one"
+            return "several scales or bit widths for keys or for values: the kernels read one"
     if len({group.layout.has_zero_points for group in groups if group.layout.scales_per_row}) > 1:
-        return "zeros in some groups: the kernels read them in all or in none"
+        return "zero points in some groups: the kernels read them in all groups or in none"
     segments = {side: [x for group in groups for x in segments_of(group, side)] for side in SIDES}
     return support.unread("decode", groups, segments)
 

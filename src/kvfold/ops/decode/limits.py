@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-LIMITED = "scores are capped, or rows of a page hidden by a window"
+LIMITED = "scores have a softcap, or a sliding window hides entries of a page"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,14 +67,16 @@ def unsupported_reason(layer: LayerSpec, groups: Sequence[Group]) -> str | None:
     value latents that each serve equally many consecutive heads.
     """
     if layer.keys != "pre_rope":
-        return f"keys are stored {layer.keys}: nothing is rebuilt"
+        return f"keys are stored {layer.keys}: none are reconstructed"
     if not alike([group.heads for group in groups]):
-        return "groups of unequal or scattered heads: the kernels read as many in a row of each"
+        return (
+            "groups of unequal or scattered heads: the kernels read equally many consecutive ones"
+        )
     if not alike([latent.heads for latent in layer.value_latents]):
-        return "value latents of unequal or scattered heads: the kernels read as many of each"
+        return "value latents of unequal or scattered heads: the kernels read equally many of each"
     segments = {side: _segments(layer, groups, side) for side in SIDES}
     if any(x is None for of_side in segments.values() for x in of_side):
-        return "latents of several scales or widths of bits: the kernels read one a latent"
+        return "latents of several scales or bit widths: the kernels read one per latent"
     if (widest := max(latent.rank for latent in layer.latents)) > WIDEST:
         return f"latents of {widest} numbers: the kernels read at most {WIDEST}"
     return support.unread("latent_decode", groups, segments)

@@ -50,7 +50,7 @@ def unsupported_reason(layer: LayerSpec, groups: Sequence[Group]) -> str | None:
     """Say why the kernels do not support these pages; None if they do: as `common.pieces.unread`,
     for keys reconstructed before RoPE."""
     if layer.keys != "pre_rope":
-        return f"keys are stored {layer.keys}: nothing is rebuilt"
+        return f"keys are stored {layer.keys}: none are reconstructed"
     return pieces.unread("latent_decode", groups, joint=True)
 
 

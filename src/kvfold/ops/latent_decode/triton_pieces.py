@@ -30,7 +30,7 @@ from kvfold.ops.latent_decode.groups import Layer
 from kvfold.ops.latent_decode.maps import KeyMaps, halves_of
 from kvfold.ops.latent_decode.pieces import HEAD_FIELDS, PIECE_FIELDS, KeyPieces, key_pieces
 from kvfold.ops.latent_decode.scores_pieces import piece_score_kernel
-from kvfold.ops.one_pass.rebuilt import drift_of
+from kvfold.ops.one_pass.reconstructed import drift_of
 
 SCORES = Tuning(block=64, stages=2, warps=4, slices=2)
 
@@ -63,7 +63,7 @@ def plan_layers(
         and drift_of(x, head_dim, queries) is not None
         for layer_groups, x in zip(groups, maps, strict=True)
     ):
-        return one_pass.plan_layers(groups, lengths, queries, rebuilt=True)
+        return one_pass.plan_layers(groups, lengths, queries, reconstructed=True)
     keys = [key_pieces(x, queries, lengths.device) for x in groups]
     tables = [(x.heads, x.cost) for x in keys]
     return plan_split(groups, tables, lengths, queries, rows, SCORES)

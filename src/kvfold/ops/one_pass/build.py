@@ -25,12 +25,12 @@ from kvfold.ops.one_pass.rows import (
 Constants = tuple[tuple[str, int], ...]
 
 
-def warps(group: Group, queries: int, rebuilt: bool) -> int:
+def warps(group: Group, queries: int, reconstructed: bool) -> int:
     """Return the number of warps per program: those that compute scores and those that sum
     values."""
-    if rebuilt:
+    if reconstructed:
         return 16  # groups of four, between which registers are redistributed
-    return columns_of(group, queries, rebuilt) // 8 + len(items(latents_of(group, "v")[0]))
+    return columns_of(group, queries, reconstructed) // 8 + len(items(latents_of(group, "v")[0]))
 
 
 def source(
@@ -38,12 +38,12 @@ def source(
     queries: int,
     numbers: tuple[int, int, int],
     bf16: bool,
-    rebuilt: Constants = (),
+    reconstructed: Constants = (),
 ) -> str:
     """Return the kernel's source for such a layout.
 
-    numbers: width of q, of out and of a partial result; rebuilt: constants of `rebuilt.cu`, if keys
-        are reconstructed.
+    numbers: width of q, of out and of a partial result; reconstructed: constants of
+        `reconstructed.cu`, if keys are reconstructed.
     """
     group, layout = groups[0], groups[0].layout
     keys = latents_of(group, "k")
@@ -53,13 +53,13 @@ def source(
     number = len(items(values))
     known: dict[str, int | list[int]] = {
         "PAGE": layout.page, "PAGE_BYTES": read_bytes(group),
-        "STAGES": stages(group, queries, numbers[0] if rebuilt else None),
+        "STAGES": stages(group, queries, numbers[0] if reconstructed else None),
         "G": len(groups), "HEADS": len(group.heads), "REAL": queries,
-        "N": columns_of(group, queries, bool(rebuilt)) // len(group.heads),
-        "QUERY_HEADS": len(group.heads) * len(groups) * queries, "SETS": 1 if rebuilt else 2,
-        "ITEMS": number, "WEIGHERS": number - 4 if rebuilt and number > 8 else number,
-        "WARPS": warps(group, queries, bool(rebuilt)),
-        "BUFFERS": BUFFERS, "WEIGHERS_SCALE": int(weighers_scale(group, bool(rebuilt))),
+        "N": columns_of(group, queries, bool(reconstructed)) // len(group.heads),
+        "QUERY_HEADS": len(group.heads) * len(groups) * queries, "SETS": 1 if reconstructed else 2,
+        "ITEMS": number, "WEIGHERS": number - 4 if reconstructed and number > 8 else number,
+        "WARPS": warps(group, queries, bool(reconstructed)),
+        "BUFFERS": BUFFERS, "WEIGHERS_SCALE": int(weighers_scale(group, bool(reconstructed))),
         "KEY_BITS": [x.bits for x in keys[0]], "KEY_WORDS": [x.words for x in places[0]],
         "KEY_START": [2 * x.start for x in places[0]],
         "KEY_NEXT": [2 * (b.start - a.start) for a, b in zip(places[0], following, strict=True)],
@@ -67,14 +67,15 @@ def source(
         "KEY_SCALE_NEXT": [b.scale - a.scale for a, b in zip(places[0], following, strict=True)],
         "VALUE_SCALE": Place.of(group, values[0]).scale,
         "SCALE": layout.scale, "SCALE_ROW": layout.scales_per_row,
-        "DQ": numbers[0], "DO": numbers[1], "DV": numbers[2], "BF16": int(bf16), **dict(rebuilt),
+        "DQ": numbers[0], "DO": numbers[1], "DV": numbers[2], "BF16": int(bf16),
+        **dict(reconstructed),
     }  # fmt: skip
     for i, of_head in enumerate(places):  # all heads are as far apart as the first two
         for x, one, two in zip(of_head, places[0], following, strict=True):
             assert x.start == one.start + i * (two.start - one.start)
             assert x.scale == one.scale + i * (two.scale - one.scale)
     lines = [f"#define {name} {_written(value)}" for name, value in known.items()]
-    parts = ("tools.cu", "rebuilt.cu" if rebuilt else "stored.cu", "kernel.cu")
+    parts = ("tools.cu", "reconstructed.cu" if reconstructed else "stored.cu", "kernel.cu")
     return "\n".join([*lines, *(files(__package__).joinpath(x).read_text() for x in parts)])
 
 
@@ -97,15 +98,15 @@ def compiled(
     queries: int,
     numbers: tuple[int, int, int],
     bf16: bool,
-    rebuilt: Constants = (),
+    reconstructed: Constants = (),
 ) -> Compiled:
     """Compile the kernel, once per layout. Arguments as of `source`."""
     kernel = torch.cuda._compile_kernel(
-        source(groups, queries, numbers, bf16, rebuilt),
+        source(groups, queries, numbers, bf16, reconstructed),
         "one_pass_kernel",
         compute_capability="90a",
         nvcc_options=["--std=c++17", "--device-as-default-execution-space"],
     )
-    shared = shared_bytes(groups[0], queries, numbers[0] if rebuilt else None)
+    shared = shared_bytes(groups[0], queries, numbers[0] if reconstructed else None)
     kernel.set_shared_memory_config(shared)
-    return Compiled(kernel, 32 * warps(groups[0], queries, bool(rebuilt)), shared)
+    return Compiled(kernel, 32 * warps(groups[0], queries, bool(reconstructed)), shared)

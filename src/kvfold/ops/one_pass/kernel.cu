@@ -1,5 +1,5 @@
 // The one-pass decode kernel itself: how a block iterates over its split, copies pages, and sums
-// values. Comes after tools.cu, which explains it, and stored.cu or rebuilt.cu, which define
+// values. Comes after tools.cu, which explains it, and stored.cu or reconstructed.cu, which define
 // `Scorer`.
 
 struct Work {  // iterates over the tiles of a split, item by item

@@ -21,7 +21,7 @@ from kvfold.ops.common.plan import Slices, power_of_two
 from kvfold.ops.common.plan_triton import plan_slices
 from kvfold.ops.latent_decode.maps import KeyMaps
 from kvfold.ops.one_pass.build import Constants, compiled
-from kvfold.ops.one_pass.rebuilt import RebuiltMaps, pack
+from kvfold.ops.one_pass.reconstructed import ReconstructionMaps, pack
 from kvfold.ops.one_pass.rows import columns_of, items_read
 
 OVERHEAD, SMALLEST = 2, 2  # cost of starting an item, and least work of a split, in pages
@@ -58,18 +58,18 @@ class OnePassPlan:
 
 
 def plan_layers(
-    layers: Sequence[Sequence[Group]], lengths: Tensor, queries: int, rebuilt: bool = False
+    layers: Sequence[Sequence[Group]], lengths: Tensor, queries: int, reconstructed: bool = False
 ) -> list[OnePassPlan]:
     """See `ops.decode.plan_layers`. All layers must be supported and have pages of equal length.
 
-    rebuilt: whether keys are reconstructed, as in `ops.latent_decode`.
+    reconstructed: whether keys are reconstructed, as in `ops.latent_decode`.
     """
     device, groups, page = lengths.device, len(layers[0]), layers[0][0].layout.page
     cost = torch.ones(len(layers), groups, dtype=torch.int32, device=device)
     number = multiprocessors(device)
     slices, counted = plan_slices(lengths, None, cost, page, OVERHEAD, number, SMALLEST)
     width = power_of_two(max(widest_value(x) for x in layers))
-    columns, parts = columns_of(layers[0][0], queries, rebuilt), number + counted.shape[1]
+    columns, parts = columns_of(layers[0][0], queries, reconstructed), number + counted.shape[1]
     part = torch.empty(parts, columns, width, device=device)
     part_ml = torch.empty(parts, 2, columns, device=device)
     return [OnePassPlan(slices.layer(i), part, part_ml) for i in range(len(layers))]
@@ -113,10 +113,10 @@ def decode(
     return out, lse
 
 
-def _packed(maps: KeyMaps, group: Group, head_dim: int, queries: int) -> RebuiltMaps:
-    """Return the layer's maps as `rebuilt.cu` reads them, converted once."""
+def _packed(maps: KeyMaps, group: Group, head_dim: int, queries: int) -> ReconstructionMaps:
+    """Return the layer's maps as `reconstructed.cu` reads them, converted once."""
     key = "one pass", group, queries
     if key not in maps.packed:
         maps.packed[key] = pack(maps, group, head_dim, queries)
-    packed: RebuiltMaps = maps.packed[key]
+    packed: ReconstructionMaps = maps.packed[key]
     return packed

@@ -15,16 +15,17 @@ WARPS = 12  # most value items: 64 numbers of an entry each
 PAGES = (16, 32, 64)  # supported entries per page; larger is faster
 STAGES, MOST_STAGES = 2, 8  # fewest and most pages in shared memory at a time
 BUFFERS = 2  # buffers of weights
-REBUILT_COLUMNS = 32  # query heads per group with reconstructed keys: four per each of eight warps
+# Query heads per group with reconstructed keys: four for each of eight warps.
+RECONSTRUCTED_COLUMNS = 32
 
 
-def padded(heads: int, queries: int, rebuilt: bool) -> int | None:
+def padded(heads: int, queries: int, reconstructed: bool) -> int | None:
     """Return the query heads per KV head including padding, 4 or 8; None if the kernel does not
     support the number.
 
     The heads fill the columns of a program of `heads` KV heads; at most half of them are padding.
     """
-    columns = (REBUILT_COLUMNS,) if rebuilt else (16, 32)
+    columns = (RECONSTRUCTED_COLUMNS,) if reconstructed else (16, 32)
     sizes = (n for n in (4, 8) if queries <= n <= 2 * queries and heads * n in columns)
     return next(sizes, None)
 
@@ -40,7 +41,7 @@ def unsupported_reason(
     """
     first, *rest = groups
     if any(_shape(x) != _shape(first) for x in rest):
-        return "groups of unlike layouts"
+        return "groups of unequal layouts"
     layout, heads = first.layout, len(first.heads)
     keys, values = latents_of(first, "k"), latents_of(first, "v")
     if layout.itemsize != 2:
@@ -48,25 +49,25 @@ def unsupported_reason(
     if padded(heads, queries, head_dim is not None) is None:
         return f"{heads} KV heads of {queries} query heads each"
     if head_dim is not None and (rest or padded_width(head_dim // 2) < 32):
-        return f"keys of {head_dim} numbers rebuilt for {len(groups)} groups"
+        return f"keys of {head_dim} numbers reconstructed for {len(groups)} groups"
     if (
         any(x.side == "kv" or x.bits > 8 or x.per_channel for x in layout.segments)
         or layout.has_zero_points
     ):
-        return "rows other than codes without zeros, keys and values apart"
+        return "entries other than codes without zero points, keys and values separate"
     if [x[0].heads for x in keys] != [(h,) for h in first.heads] or len(values) != 1:
-        return "other latents than keys of every head, and values of all"
+        return "latents other than keys per KV head and values of all KV heads"
     if len({tuple((x.bits, x.width) for x in segments) for segments in keys}) > 1:
-        return "keys of other runs from head to head"
+        return "keys with other segments from head to head"
     if any(x.row_bytes % 4 for segments in keys for x in segments) or any(
         x.row_bytes % 16 for x in values[0]
     ):
-        return "runs of keys that are no multiple of 4 bytes, or of values, of 16"
+        return "segments of keys that are no multiple of 4 bytes, or of values, of 16"
     if layout.tracked:
-        return "rows with metrics, which want the weights that two passes leave"
+        return "entries with metrics, which need the weights that only two passes store"
     pages = PAGES if head_dim is None else PAGES[1:]
     if layout.page not in pages or len(items(values[0])) > WARPS:
-        return f"pages of {layout.page} rows, or more values than warps hold"
+        return f"pages of {layout.page} entries, or more values than warps hold"
     if stages(first, queries, head_dim) < STAGES:
         return "pages larger than half of a multiprocessor's memory"
     return None
@@ -93,14 +94,14 @@ def serves(
     )
 
 
-def weighers_scale(group: Group, rebuilt: bool) -> bool:
+def weighers_scale(group: Group, reconstructed: bool) -> bool:
     """Tell whether the warps that sum values multiply weights by the scales of their segment.
 
     Otherwise the scoring warps do it. The former is faster with several segments or reconstructed
     keys (4.6x smaller: 156 us per layer instead of 162), slower with one segment (150 instead of
     143).
     """
-    return rebuilt or len(latents_of(group, "v")[0]) > 1
+    return reconstructed or len(latents_of(group, "v")[0]) > 1
 
 
 def items(values: Sequence[Segment]) -> list[tuple[int, int, int, int]]:
@@ -147,9 +148,9 @@ def fast_pairs(head_dim: int) -> int:
     return padded_width(head_dim // 2) // 2
 
 
-def columns_of(group: Group, queries: int, rebuilt: bool) -> int:
+def columns_of(group: Group, queries: int, reconstructed: bool) -> int:
     """Return the query heads of a group, including padding."""
-    size = padded(len(group.heads), queries, rebuilt)
+    size = padded(len(group.heads), queries, reconstructed)
     assert size is not None, "a layout that the one-pass kernel does not support"
     return len(group.heads) * size
 

@@ -1,5 +1,5 @@
 // Scores with keys as they are stored (one-pass kernel, see tools.cu, which comes before): integer
-// products of codes and queries, which become 16-bit integers. rebuilt.cu is the alternative for
+// products of codes and queries, which become 16-bit integers. reconstructed.cu is the alternative for
 // keys that are reconstructed before RoPE; both define `Scorer`.
 
 constexpr int SCORER_BYTES = 0;

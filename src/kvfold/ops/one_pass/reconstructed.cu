@@ -11,7 +11,7 @@
 //
 // Constants defined before, besides those of tools.cu: PAIRS, FAST, REACH, POWERS; D, width of a
 // query head, of which the first 2 HALF numbers are rotated; MAP_*, byte offsets of the tables in
-// `maps` (see rebuilt.py).
+// `maps` (see reconstructed.py).
 
 static_assert(POWERS == 4, "eight columns are two powers of four queries, and there are two");
 constexpr int SLOW = PAIRS - FAST, TURNS = FAST / 4, BLOCKS = FAST / 8;

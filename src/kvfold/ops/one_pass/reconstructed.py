@@ -1,4 +1,4 @@
-"""Maps that reconstruct keys, as the one-pass kernel (`rebuilt.cu`) reads them.
+"""Maps that reconstruct keys, as the one-pass kernel (`reconstructed.cu`) reads them.
 
 Shapes: Hk KV heads, P matrix products of 16 numbers of a latent each, F pairs, the first half of
 them (`fast`) reconstructed. Of 32 threads, thread 4 g + c holds column g and numbers 2 c, 2 c + 1,
@@ -21,10 +21,10 @@ NONE = -1  # no number is loaded in this place
 
 
 @dataclass(frozen=True, eq=False)
-class RebuiltMaps:
+class ReconstructionMaps:
     """A layer's maps.
 
-    data uint8: all tables; constants: what `rebuilt.cu` needs, including the offset of each table.
+    data uint8: all tables; constants: what `reconstructed.cu` needs, including each table's offset.
     """
 
     data: Tensor
@@ -43,8 +43,8 @@ def drift_of(maps: KeyMaps, head_dim: int, queries: int) -> Drift | None:
     return drift if drift.powers.numel() else None
 
 
-def pack(maps: KeyMaps, group: Group, head_dim: int, queries: int) -> RebuiltMaps:
-    """Convert a layer's maps for `rebuilt.cu`. Done once per layer: waits for the device."""
+def pack(maps: KeyMaps, group: Group, head_dim: int, queries: int) -> ReconstructionMaps:
+    """Convert a layer's maps for `reconstructed.cu`. Done once per layer: waits for the device."""
     drift = drift_of(maps, head_dim, queries)
     assert drift is not None, "one pass is planned only where half of the pairs rotate slowly"
     numbers, factors = _numbers(latents_of(group, "k")[0])
@@ -70,7 +70,7 @@ def pack(maps: KeyMaps, group: Group, head_dim: int, queries: int) -> RebuiltMap
         constants[name] = end
         tables.append(part.contiguous().view(-1).view(torch.uint8))
         end += len(tables[-1])
-    return RebuiltMaps(torch.cat(tables), tuple(constants.items()))
+    return ReconstructionMaps(torch.cat(tables), tuple(constants.items()))
 
 
 def _numbers(keys: Sequence[Segment]) -> tuple[Tensor, Tensor]:
