@@ -20,14 +20,14 @@ from kvfold.ops.decode.scores_triton import limited, stored_queries
 
 @triton.jit
 def _run(
-    s, at, query, here, page, row, inside, arena, record, scale_row,
+    s, at, query, in_range, page, row, inside, arena, record, scale_row,
     BITS: tl.constexpr, W: tl.constexpr, ZEROS: tl.constexpr, SCALE: tl.constexpr,
     ALIGN: tl.constexpr, STAGES: tl.constexpr, ONE_PAGE: tl.constexpr,
 ):  # fmt: skip
     """Add to s [BLOCK, GP] the scores that one segment of every entry contributes.
 
-    at: pointer to a page's words; query: pointers to the queries [GP]; here [GP]: columns that are
-        no padding; record: the segment's numbers in `heads`, see `pieces.key_pieces`.
+    at: pointer to a page's words; query: pointers to the queries [GP]; in_range [GP]: columns
+        that are no padding; record: the segment's numbers in `heads`, see `pieces.key_pieces`.
     """
     C: tl.constexpr = 16 // BITS
     LOW: tl.constexpr = 0.0 if ZEROS else (2**BITS - 1) / 2
@@ -40,14 +40,14 @@ def _run(
         at = at + (page + start) + (row * words)[:, None]
     else:
         at = at + (page + start + row * words)[:, None]
-    code_scores, total = s, tl.zeros(here.shape, tl.float32)
+    code_scores, total = s, tl.zeros(in_range.shape, tl.float32)
     if BITS < 16:
         code_scores = s * 0
     for first in tl.range(0, words, W, num_stages=STAGES):
         word = first + tl.arange(0, W)
         z = tl.load(at + word[None, :], (word < words)[None, :], 0)
         queries, sums = stored_queries(
-            query + column + first * C, here, (words - first) * C, W, BITS
+            query + column + first * C, in_range, (words - first) * C, W, BITS
         )
         numbers = unpack_all(z, BITS)
         for J in tl.static_range(C):

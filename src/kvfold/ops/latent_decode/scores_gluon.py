@@ -64,15 +64,15 @@ def _angles(pair):
 
 
 @gluon.jit
-def _pairs(q, n, pair, here, scale, D: gl.constexpr, HALF: gl.constexpr):
+def _pairs(q, n, pair, in_range, scale, D: gl.constexpr, HALF: gl.constexpr):
     """Load both halves of the queries' pairs, as `rope_triton.load_pairs`, times `scale`, in
     fp16."""
     first = gl.where(pair < HALF, pair, pair + HALF)
     second = first + gl.where(pair < HALF, HALF, D // 2 - HALF)
     at = q + n[None, :] * D
-    here = here[None, :] & (pair < D // 2)[:, None]
-    x = gl.load(at + first[:, None], here, 0.0).to(gl.float32)
-    y = gl.load(at + second[:, None], here, 0.0).to(gl.float32)
+    in_range = in_range[None, :] & (pair < D // 2)[:, None]
+    x = gl.load(at + first[:, None], in_range, 0.0).to(gl.float32)
+    y = gl.load(at + second[:, None], in_range, 0.0).to(gl.float32)
     return (x * scale).to(gl.float16), (y * scale).to(gl.float16)
 
 
@@ -181,12 +181,12 @@ def _store(
     weight, top = weights_and_tops
     SPANS: gl.constexpr = BLOCK // SPAN
     at = gl.arange(0, SPANS)[:, None] * NQ + gl.arange(0, NP)[None, :]
-    here = (gl.arange(0, NP) < N)[None, :] & (gl.arange(0, SPANS) * SPAN < rows)[:, None]
-    gl.store(tops + to + at, top, here)
+    in_range = (gl.arange(0, NP) < N)[None, :] & (gl.arange(0, SPANS) * SPAN < rows)[:, None]
+    gl.store(tops + to + at, top, in_range)
     span, row, n = gl.arange(0, SPANS), gl.arange(0, SPAN), gl.arange(0, NP)
     at = (span[:, None, None] * NQ + n[None, None, :]) * SPAN + row[None, :, None]
-    here = (n < N)[None, None, :] & (span * SPAN < rows)[:, None, None]
-    gl.store(weights + to * SPAN + at, weight.to(weights.dtype.element_ty), here)
+    in_range = (n < N)[None, None, :] & (span * SPAN < rows)[:, None, None]
+    gl.store(weights + to * SPAN + at, weight.to(weights.dtype.element_ty), in_range)
 
 
 @gluon.jit

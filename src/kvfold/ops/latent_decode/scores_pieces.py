@@ -47,10 +47,10 @@ def _add_piece(
         at = codes + (page + start) + ((row * row_words)[:, None] + word[None, :])
     else:
         at = codes + ((page + start + row * row_words)[:, None] + word[None, :])
-    there = (word < words)[None, :]
+    in_range = (word < words)[None, :]
     if MASKED:
-        there = there & inside[:, None]
-    z = tl.load(at, there, 0)
+        in_range = in_range & inside[:, None]
+    z = tl.load(at, in_range, 0)
     a_at = piece_map + word[:, None] * F + pair[None, :]
     if BITS == 16:
         x, y = tl.dot(z, tl.load(a_at), x), tl.dot(z, tl.load(a_at + W * F), y)

@@ -148,8 +148,8 @@ def _copy_piece(to, keys, latent, page, t, FIRST: gl.constexpr, W: gl.constexpr,
     if FIRST + W <= WIDTH:
         async_copy.async_copy_global_to_shared(to, at)
     else:
-        here = (row >= 0)[:, None] & (word < row_words)[None, :]
-        async_copy.async_copy_global_to_shared(to, at, here)
+        in_range = (row >= 0)[:, None] & (word < row_words)[None, :]
+        async_copy.async_copy_global_to_shared(to, at, in_range)
 
 
 @gluon.jit

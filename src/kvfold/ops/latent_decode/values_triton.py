@@ -53,9 +53,9 @@ def _attend(
         p, top = tl.load(at), tl.load(tops + to)
     else:
         span_exists = tl.max(tl.reshape(inside.to(tl.int32), [SPANS, SPAN]), 1) > 0
-        here = (n < N)[None, :] & span_exists[:, None]
-        p = tl.load(at, here[:, None, :], 0.0)
-        top = tl.load(tops + to, here, float("-inf"))  # 0 would be above very negative scores
+        in_range = (n < N)[None, :] & span_exists[:, None]
+        p = tl.load(at, in_range[:, None, :], 0.0)
+        top = tl.load(tops + to, in_range, float("-inf"))  # 0 would be above very negative scores
     p = p.to(tl.float32) * tl.exp2(top - peak[None, :])[:, None, :]
     p = tl.reshape(p, [BLOCK, GP])
     ones = tl.full([16, BLOCK], 1.0, weights.dtype.element_ty)
@@ -136,8 +136,10 @@ def value_kernel(
             last = tl.cdiv(tl.minimum(stop * BLOCK, length), SPAN)
             for begin in range(tile * BLOCK // SPAN, last, 128):
                 t = begin + tl.arange(0, 128)[:, None]
-                here = (t < last) & (n < N)[None, :]
-                span_tops = tl.load(tops + strides[5] + t * NQ + n[None, :], here, float("-inf"))
+                in_range = (t < last) & (n < N)[None, :]
+                span_tops = tl.load(
+                    tops + strides[5] + t * NQ + n[None, :], in_range, float("-inf")
+                )
                 top = tl.maximum(top, tl.max(span_tops, 0))
             top = tl.where(n < N, top, 0.0)
             # Sum of weights, weighted sum of zero points, outputs.
