@@ -4,11 +4,12 @@
 
 Sections: bits (plain integers and KIVI), published (recipes of the papers at a half and a quarter,
 with Palu's bits), ours (dimensions at a half and a quarter, and bits planned with them), levels
-(bits planned in several sets of levels), speed (planned for one pass of a kernel), recovered (the
-plans of ours after --recover steps on the calibration text). Folded models are read with their rows
-quantised as pages hold them, a window at a time, which tests/compression/test_recover.py compares
-with the engine; plain integers, KIVI and Palu's bits go through the engine. Rows of the report are
-written as they are measured; those already in the file are kept.
+(bits planned in several sets of levels), speed (planned for one pass of a kernel), layouts (the
+same, where layers share few layouts), recovered (the plans of ours after --recover steps on the
+calibration text). Folded models are read with their rows quantised as pages hold them, a window at
+a time, which tests/compression/test_recover.py compares with the engine; plain integers, KIVI and
+Palu's bits go through the engine. Rows of the report are written as they are measured; those
+already in the file are kept.
 """
 
 import dataclasses
@@ -42,6 +43,7 @@ FACTORS = {"small": (2, 3, 4, 5, 6, 8, 10, 14), "lean": (2, 3, 4, 5, 6, 8, 10, 1
 FACTORS |= {"swift": (2, 3, 4, 5, 6, 8, 10), "fast": (2, 3, 4, 5)}
 LEVEL_SETS = {"all levels": ALL_LEVELS, "8, 4, 2": LEVELS, "8, 4": (8, 4), "4": (4,)}
 FOR_SPEED = {"swift": (3, 4, 5, 6), "lean": (4, 6, 8)}
+ALL = 999  # more layouts than layers
 RECOVERED = {"small": (14, 8, 10, 6, 5, 4), "lean": (8, 6), "swift": (5, 4)}
 
 
@@ -56,6 +58,7 @@ class Case:
     factor: float | None = None
     levels: tuple[int, ...] = LEVELS
     prefer: Prefer = "balanced"
+    layouts: int | None = None
     steps: int = 0
     cache: CacheConfig = dataclasses.field(default_factory=CacheConfig)
 
@@ -88,6 +91,14 @@ def cases(section: str, steps: int) -> Iterator[Case]:
             for factor in factors:
                 name = f"{recipe} {factor}x, for speed"
                 yield Case(name=name, recipe=recipe, factor=factor, prefer="speed")
+    if section == "layouts":
+        for factor in (4, 5, 6, 8):
+            for layouts in (1, 2, 4, 6, ALL):
+                name = (
+                    f"swift {factor}x, " + ("all" if layouts == ALL else f"{layouts}") + " layouts"
+                )
+                speed = {"prefer": "speed", "layouts": layouts}
+                yield Case(name=name, recipe="swift", factor=factor, **speed)
     planned = {"ours": (FACTORS, 0), "recovered": (RECOVERED, steps)}
     factors, count = planned.get(section, ({}, 0))
     for recipe, sizes in factors.items():
@@ -134,7 +145,7 @@ class Bench(quality.Bench):
             return self.model, {}
         prepared, model = self.prepared[case.recipe], shared_copy(self.model)
         if case.factor is not None:
-            spec = prepared.plan_factor(case.factor, case.levels, case.prefer)
+            spec = prepared.plan_factor(case.factor, case.levels, case.prefer, case.layouts)
         else:
             spec = prepared.plan(case.keep or 1.0, 1)
         prepared.fold(spec, {}, model=model, recover=case.steps)
@@ -153,7 +164,7 @@ def rows_perplexity(model: Any, spec: CacheSpec, ids: Tensor) -> PerplexityResul
 
 def main() -> None:
     parser = quality.parser(__doc__, model="reference:smollm2", ctx=2048, windows=12)
-    sections = ("bits", "published", "ours", "levels", "speed", "recovered")
+    sections = ("bits", "published", "ours", "levels", "speed", "layouts", "recovered")
     parser.add_argument("--sections", nargs="+", choices=sections, default=sections)
     parser.add_argument("--recover", type=int, default=100, metavar="STEPS")
     parser.add_argument("--tasks", nargs="*", type=Path, default=[], metavar="FILE")

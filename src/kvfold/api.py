@@ -56,6 +56,7 @@ def compress(
     bytes_per_token: float | None = None,
     levels: tuple[int, ...] | None = None,
     prefer: Prefer | None = None,
+    layouts: int | None = None,
     windows: bool = False,
     budget: str | None = None,
     hybrid: Ratios | str | None = None,
@@ -111,6 +112,8 @@ def compress(
     - prefer: `speed` plans entries that a Hopper GPU reads in one pass (swift and lean); `size`
       plans the least loss at a size, in all levels; `balanced` is between (see
       `planning.preference`). None: balanced, or without a recipe speed where a GPU can use it.
+    - layouts: most layouts (widths and bits of keys and values) that the model's layers have; each
+      takes kernels of its own. None: 4 with `prefer="speed"`, else as many as the plan likes.
     - align: ranks are multiples of it where no bits are planned (default 16, or 8 for head_dim <=
       64).
 
@@ -150,6 +153,7 @@ def compress(
         hybrid=hybrid,
         levels=levels,
         prefer=prefer,
+        layouts=layouts,
     )
     settings = _Settings(
         fold=fold,

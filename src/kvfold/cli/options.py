@@ -204,6 +204,11 @@ class SizeFlags:
         " and lean). size: the least loss, with all levels, though some have no kernels. balanced:"
         " in between. By default balanced; without --recipe speed, if a GPU can use it.",
     )
+    layouts: int | None = setting(
+        None,
+        "Most layouts (widths and bits of keys and values) among the layers; each needs its own"
+        " kernels. By default 4 with prefer=speed, else no limit.",
+    )
     align: int | None = setting(
         None,
         "Make ranks multiples of this number, with --keep and --budget. By default 16, or 8 for a"
@@ -223,6 +228,7 @@ class SizeFlags:
             hybrid=text if text is None or "<" in text else Ratios.parse(text),
             levels=parse_levels(self.levels),
             prefer=self.prefer,
+            layouts=self.layouts,
         )
 
 

@@ -213,7 +213,7 @@ class Prepared:
             return self.plan_hybrid(target.hybrid, align)
         if factor is not None:
             assert target.levels is not None
-            return self.plan_factor(factor, target.levels, target.preference)
+            return self.plan_factor(factor, target.levels, target.preference, target.layouts)
         assert target.keep is not None, "a budget is a search, which finds a share"
         return self.plan(target.keep, align)
 
@@ -243,22 +243,26 @@ class Prepared:
         factor: float,
         levels: Sequence[int] | None = None,
         prefer: Prefer = "balanced",
+        layouts: int | None = None,
     ) -> CacheSpec:
         """The plan of ranks and bits that makes a token `factor` times smaller than at 16 bits.
 
-        levels: bits that numbers may have (None: those of `prefer`). prefer: see `preference`. The
-        basis must predict losses.
+        levels: bits that numbers may have (None: those of `prefer`). prefer: see `preference`.
+        layouts: most layouts of the model (None: `default_layouts`). The basis must predict losses.
         """
         c = self.compressor
         target = Target(
-            factor=factor, levels=None if levels is None else tuple(levels), prefer=prefer
+            factor=factor,
+            levels=None if levels is None else tuple(levels),
+            prefer=prefer,
+            layouts=layouts,
         )
         c.factor_of(target)  # raises for a recipe that cannot be planned so
         bits, levels = bits_of(factor, c.geometry), target.levels
         assert levels is not None
         limits = key_limits(prefer, c.basis.key_kind(c.geometry))
         plans = (
-            self._spec(plan_bits(self.candidates, bits, levels, prefer, loads=limit))
+            self._spec(plan_bits(self.candidates, bits, levels, prefer, limit, layouts))
             for limit in limits
         )
         first = next(plans)

@@ -46,7 +46,7 @@ class Method:
         target = self.target
         if target.factor is None:
             return prepared.folded_copy(prepared.plan(self.keep, self.align))
-        spec = prepared.plan_factor(target.factor, target.levels, target.preference)
+        spec = prepared.plan_factor(target.factor, target.levels, target.preference, target.layouts)
         return prepared.folded_copy(spec)
 
 

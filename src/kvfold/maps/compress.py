@@ -197,7 +197,7 @@ def _plan(prepared: Prepared, target: Target, factor: float | None, align: int |
     """Plan bits and ranks together for a compression factor, or ranks alone for a share to keep."""
     if factor is not None:
         assert target.levels is not None
-        return prepared.plan_factor(factor, target.levels, target.preference)
+        return prepared.plan_factor(factor, target.levels, target.preference, target.layouts)
     assert target.keep is not None
     return prepared.plan(target.keep, align)
 

@@ -8,7 +8,7 @@ where a tier may begin or end.
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -85,19 +85,20 @@ def plan_tiers(
         members.setdefault(name, []).append(s.double())
     rule_of = dict(zip(names, rules, strict=True))
     set_rules = [rule_of[name] for name in members]
-    planned = _plan_sets([*members.values()], set_rules, budget)
+    planned, _ = plan_sets([*members.values()], set_rules, budget)
     tiers_of = dict(zip(members, planned, strict=True))
     return [tiers_of[name] for name in names]
 
 
-def _plan_sets(
+def plan_sets(
     sets: Sequence[Sequence[Tensor]], rules: Sequence[TierRule], budget: int
-) -> list[Tiers]:
-    """Tiers of every set. sets: the singular values of each set's members."""
+) -> tuple[list[Tiers], float]:
+    """Tiers of every set, and the price of a bit in nats. sets: the singular values, in fp64, of
+    each set's members."""
     sizes = [len(members) for members in sets]
     distinct = dict.fromkeys(rule for rule in rules if rule.width)
     options = [
-        _options(sets, [i for i, x in enumerate(rules) if x == rule], rule) for rule in distinct
+        options_of(sets, [i for i, x in enumerate(rules) if x == rule], rule) for rule in distinct
     ]
 
     def plan(price: float) -> list[Tiers]:
@@ -126,7 +127,7 @@ def _plan_sets(
             more = sizes[index] * (cost(tiers) - cost(best[index]))
             if more <= left:
                 best[index], left = tiers, left - more
-    return best
+    return best, high
 
 
 def unit(width: int, bits: int) -> int:
@@ -161,7 +162,7 @@ def predicted_loss(spectrum: Tensor, tiers: Tiers) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _TierOptions:
+class TierOptions:
     """The tiers that sets of latents of one width and rule may have, with their costs.
 
     sets: indices of the sets. boundaries: the positions [E] where a tier may begin or end. By
@@ -185,14 +186,38 @@ class _TierOptions:
         Dynamic programming over levels: the least cost of reaching each position with each number
         of loads, in tiers of the levels so far.
         """
+        costs, steps = self._costs(price)
+        origins = [origin.tolist() for origin in steps]
+        last = costs.argmin(1).tolist()
+        return [self._trace([x[i] for x in origins], end) for i, end in enumerate(last)]
+
+    def least_costs(self, price: float) -> Tensor:
+        """Each set's least cost fp64 [N], where a bit costs `price` nats."""
+        return self._costs(price)[0].amin(1)
+
+    def combined(self, members: Sequence[Sequence[int]]) -> "TierOptions":
+        """The options of unions of these sets. members: of each union, by index."""
+
+        def total(x: Tensor) -> Tensor:
+            return torch.stack([x[[*union]].sum(0) for union in members])
+
+        return replace(
+            self,
+            sets=[*range(len(members))],
+            lost=[*map(total, self.lost)],
+            bits=[*map(total, self.bits)],
+            dropped=total(self.dropped),
+        )
+
+    def _costs(self, price: float) -> tuple[Tensor, list[Tensor]]:
+        """The least cost of every last state [N, loads E], and each level's back-pointers."""
         best = torch.full_like(self.dropped, torch.inf)[:, None].repeat(1, self.max_loads + 1, 1)
         best[:, 0, 0] = 0
         origins = []
         for lost, bits, loads in zip(self.lost, self.bits, self.loads, strict=True):
             best, origin = _extended(best, lost + price * bits, loads)
-            origins.append(origin.tolist())
-        last = (best + self.dropped[:, None]).flatten(1).argmin(1).tolist()
-        return [self._trace([x[i] for x in origins], end) for i, end in enumerate(last)]
+            origins.append(origin)
+        return (best + self.dropped[:, None]).flatten(1), origins
 
     def _trace(self, origins: list[list[list[int]]], last: int) -> Tiers:
         """The tiers on the way to state `last` (loads, position), by each level's back-pointers."""
@@ -223,7 +248,7 @@ def _extended(best: Tensor, cost: Tensor, loads: Tensor) -> tuple[Tensor, Tensor
     return extended, origin
 
 
-def _options(sets: Sequence[Sequence[Tensor]], indices: list[int], rule: TierRule) -> _TierOptions:
+def options_of(sets: Sequence[Sequence[Tensor]], indices: list[int], rule: TierRule) -> TierOptions:
     """The options of the sets of these indices, which have one rule."""
     s = torch.stack([member for i in indices for member in sets[i]])
     sizes = torch.tensor([len(sets[i]) for i in indices])
@@ -240,7 +265,7 @@ def _options(sets: Sequence[Sequence[Tensor]], indices: list[int], rule: TierRul
     )
     if rule.require_tier:
         dropped[:, 0] = torch.inf
-    return _TierOptions(
+    return TierOptions(
         sets=indices,
         boundaries=ends,
         levels=[bits for bits, _ in rule.units],

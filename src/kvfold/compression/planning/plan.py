@@ -5,8 +5,14 @@ from itertools import groupby
 
 from kvfold.compression.basis import Basis
 from kvfold.compression.planning import bit_allocation
-from kvfold.compression.planning.bit_allocation import any_tiers, plan_tiers
-from kvfold.compression.planning.preference import KEY_LEVELS, MAX_EXTRA_LOSS, one_pass_tiers
+from kvfold.compression.planning.bit_allocation import TierRule, any_tiers, plan_tiers
+from kvfold.compression.planning.few_layouts import LayerLatent, plan_layouts
+from kvfold.compression.planning.preference import (
+    KEY_LEVELS,
+    MAX_EXTRA_LOSS,
+    default_layouts,
+    one_pass_tiers,
+)
 from kvfold.compression.ranks import Candidates, LatentCandidate
 from kvfold.config import Prefer
 from kvfold.layout import (
@@ -35,11 +41,13 @@ def plan_bits(
     levels: Sequence[int],
     prefer: Prefer = "balanced",
     loads: int = 0,
+    layouts: int | None = None,
 ) -> list[LatentSize]:
     """Ranks and tiers with the least predicted loss in `bits` per token, scales included.
 
-    levels: the bits that tiers may have. prefer, loads: see `preference`. Raises SettingError where
-    skipped layers alone take more bits, or a layer would store nothing.
+    levels: the bits that tiers may have. prefer, loads: see `preference`. layouts: most layouts of
+    the model, see `few_layouts` (None: `default_layouts`). Raises SettingError where skipped layers
+    alone take more bits, or a layer would store nothing.
     """
     free = [c for c in candidates if not c.skip]
     skipped_bits = 16 * sum(c.numbers for c in candidates if c.skip)
@@ -49,8 +57,12 @@ def plan_bits(
             " that this factor allows; ask for a smaller `factor`, or skip fewer layers"
         )
     budget = bits - skipped_bits
+    layouts = default_layouts(prefer) if layouts is None else layouts
     if prefer == "speed":
-        tiers_of = _for_speed(free, budget, levels, loads)
+        tiers_of = _for_speed(free, budget, levels, loads, layouts)
+    elif layouts is not None:
+        rules = [any_tiers(c.width, levels) for c in free]
+        tiers_of = plan_layouts(_latents(free, rules), budget, layouts)
     else:
         tiers_of = _one_by_one(free, budget, levels)
     planned = dict(zip(free, tiers_of, strict=True))
@@ -71,19 +83,29 @@ def _one_by_one(free: Candidates, budget: int, levels: Sequence[int]) -> list[Ti
     return plan_tiers([c.singular for c in free], budget, rules)
 
 
-def _for_speed(free: Candidates, budget: int, levels: Sequence[int], loads: int) -> list[Tiers]:
+def _latents(free: Candidates, rules: Sequence[TierRule]) -> list[LayerLatent]:
+    """The candidates as latents to plan, with these rules."""
+    return [
+        LayerLatent(layer=c.layer, role=(c.side, c.width), rule=rule, singular=c.singular)
+        for c, rule in zip(free, rules, strict=True)
+    ]
+
+
+def _for_speed(
+    free: Candidates, budget: int, levels: Sequence[int], loads: int, layouts: int | None
+) -> list[Tiers]:
     """Tiers that the heads of a layer share.
 
     Keys that are scored as they are stored take KEY_LEVELS, unless that loses MAX_EXTRA_LOSS more.
     """
-    spectra, sets = [c.singular for c in free], [(c.layer, c.side, c.width) for c in free]
+    spectra = [c.singular for c in free]
     plans = []
     for key_levels in (levels,) if loads else (KEY_LEVELS, levels):
         rules = [
             one_pass_tiers(c.side, c.width, key_levels if c.side == "k" else levels, loads)
             for c in free
         ]
-        tiers = plan_tiers(spectra, budget, rules, sets)
+        tiers = plan_layouts(_latents(free, rules), budget, layouts)
         plans.append((sum(map(bit_allocation.predicted_loss, spectra, tiers)), tiers))
     (fast_loss, fast), (least_loss, least) = plans[0], plans[-1]
     return fast if fast_loss <= (1 + MAX_EXTRA_LOSS) * least_loss else least

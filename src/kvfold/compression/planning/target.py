@@ -22,7 +22,8 @@ class Target:
     whose perplexity on held-out text is within that ratio of the original's. hybrid: two ranks, by
     the importance of tokens: in these ratios, or "ppl<=RATIO", the smallest ratios tried that are
     within it. levels: the bits that planned numbers may have, descending (None: those of `prefer`).
-    prefer: what the plan is for (see `preference`; None: `default.choose_recipe` decides).
+    prefer: what the plan is for (see `preference`; None: `default.choose_recipe` decides). layouts:
+    most layouts of the model, where bits are planned (see `few_layouts`; None: `default_layouts`).
     """
 
     keep: float | None = setting(None, "Share.", **SHARE)
@@ -32,6 +33,7 @@ class Target:
     hybrid: Ratios | str | None = None
     levels: tuple[int, ...] | None = None
     prefer: Prefer | None = None
+    layouts: int | None = setting(None, "Layouts.", least=1, below=1000)
 
     def __post_init__(self) -> None:
         check(self)
@@ -52,6 +54,11 @@ class Target:
         if self.preference != "balanced" and not may_plan:
             raise SettingError(
                 f"`prefer={self.prefer!r}` is how bits are planned, and none are: say the size as"
+                " `factor` or `bytes_per_token`"
+            )
+        if self.layouts is not None and not may_plan:
+            raise SettingError(
+                f"`layouts={self.layouts}` is of planned bits, and none are: say the size as"
                 " `factor` or `bytes_per_token`"
             )
         if self.levels is None:
