@@ -1,0 +1,285 @@
+"""How many agent sessions one GPU bears under vLLM: contexts that grow turn by turn, with prefix
+caching, for a model of random weights.
+
+    python benchmarks/vllm_agents.py bits-4 --sessions 32,64,115 --json agents-bits-4.json
+
+KIND is as in vllm_speed.py: bf16-full, fp8, bits-8, bits-4, or a compressed variant such as
+swift-5x. A session starts with a system prompt that all share and a context of --shortest to
+--longest tokens, drawn log-uniformly. A turn adds some 600 tokens (200 to 1,500) and is answered
+with some 150 (50 to 400); then comes a pause, --pause seconds in the mean. A session that reaches
+--longest ends, and another starts at --shortest.
+
+Numbers of sessions are tried upwards in one engine. Sessions join four at a time; their first turn
+is not counted. Then turns that are due within --seconds are. The time to a first token counts from
+when the turn was due. A number of sessions is borne where 95 % of first tokens come within --first
+seconds and 95 % of turns take at most --token milliseconds a token. The run ends with the first
+number that is not borne, or after --limit seconds. Quality is not measured here.
+"""
+
+import argparse
+import json
+import math
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+import vllm
+from vllm import LLM, SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+from kvfold.bench.synthetic_engine import WIDTHS
+from vllm_speed import MAPS, VARIANTS, capacity, device, write_config, write_maps
+
+JOINING = 4  # sessions that read their first context at the same time
+WAIT = 20  # seconds after the counted time for turns that are not answered yet
+
+
+@dataclass
+class Session:
+    """An agent's conversation. due: when its next turn is to be sent (None: it is being answered).
+    turns: how many were answered."""
+
+    context: list[int]
+    due: float | None
+    turns: int = 0
+
+
+@dataclass
+class Turn:
+    """A turn under way or answered: when it was due, its first token came and it ended; tokens of
+    its prompt, of those found in the cache, and of the answer."""
+
+    session: Session
+    due: float
+    prompt: int
+    counted: bool
+    first: float | None = None
+    end: float | None = None
+    cached: int = 0
+    answered: list[int] = field(default_factory=list)
+
+    @property
+    def token_ms(self) -> float:
+        assert self.first is not None and self.end is not None
+        return (self.end - self.first) / max(1, len(self.answered) - 1) * 1e3
+
+
+class Agents:
+    """The sessions of one engine."""
+
+    def __init__(self, llm: LLM, options: argparse.Namespace) -> None:
+        self.engine, self.options, self.random = llm.llm_engine, options, random.Random(0)
+        self.vocabulary = llm.model_config.get_vocab_size()
+        self.system = self.tokens(options.system)
+        self.sessions: list[Session] = []
+        self.running: dict[str, Turn] = {}
+        self.turns: list[Turn] = []
+        self.sent = 0
+
+    def tokens(self, count: int) -> list[int]:
+        return self.random.choices(range(10, self.vocabulary - 300), k=count)
+
+    def size(self, low: int, middle: int, high: int) -> int:
+        drawn = self.random.lognormvariate(math.log(middle), 0.6)
+        return int(min(high, max(low, drawn)))
+
+    def join(self) -> None:
+        """One more session, with a context of a random length."""
+        low, high = self.options.shortest, 0.95 * self.options.longest
+        length = int(math.exp(self.random.uniform(math.log(low), math.log(high))))
+        context = self.system + self.tokens(max(1, length - len(self.system)))
+        self.sessions.append(Session(context, due=time.perf_counter()))
+
+    def run(self, until: Callable[[], bool]) -> None:
+        """Send turns that are due, and take steps, until `until()`."""
+        while not until():
+            now = time.perf_counter()
+            for session in self.sessions:
+                if session.due is not None and session.due <= now:
+                    self._send(session)
+            if self.running:
+                self._step()
+            else:
+                time.sleep(0.001)
+
+    def _send(self, session: Session) -> None:
+        options = self.options
+        if len(session.context) + 2000 > options.longest:
+            session.context = self.system + self.tokens(options.shortest - len(self.system))
+        session.context = session.context + self.tokens(self.size(200, 600, 1500))
+        answer = self.size(50, 150, 400) if session.turns else 8
+        wanted = SamplingParams(
+            temperature=0, max_tokens=answer, ignore_eos=True, detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )  # fmt: skip
+        self.sent += 1
+        name = str(self.sent)
+        self.engine.add_request(name, {"prompt_token_ids": session.context}, wanted)
+        assert session.due is not None
+        turn = Turn(session, session.due, len(session.context), counted=session.turns > 0)
+        self.running[name], session.due = turn, None
+
+    def _step(self) -> None:
+        for output in self.engine.step():
+            turn = self.running.get(output.request_id)
+            if turn is None:
+                continue
+            now = time.perf_counter()
+            turn.answered += [x for part in output.outputs for x in part.token_ids]
+            if turn.answered and turn.first is None:
+                turn.first, turn.cached = now, output.num_cached_tokens or 0
+            if output.finished:
+                del self.running[output.request_id]
+                turn.end, session = now, turn.session
+                session.context, session.turns = session.context + turn.answered, session.turns + 1
+                session.due = now + self.random.expovariate(1 / self.options.pause)
+                self.turns.append(turn)
+
+    def level(self, sessions: int, out_of_time: Callable[[], bool]) -> dict[str, Any] | None:
+        """Measure so many sessions. None if time ran out before."""
+        while len(self.sessions) < sessions:
+            self.join()
+            self.run(lambda: self._new() < JOINING or out_of_time())
+        self.run(lambda: not self._new() or out_of_time())
+        if out_of_time():
+            return None
+        self._for(self.options.settle)
+        start = time.perf_counter()
+        self._for(self.options.seconds)
+        end = time.perf_counter()
+
+        def inside(turn: Turn) -> bool:
+            return turn.counted and start <= turn.due < end
+
+        waited = end + WAIT
+        self.run(
+            lambda: time.perf_counter() > waited or not any(map(inside, self.running.values()))
+        )
+        unanswered = [x for x in self.running.values() if inside(x)]
+        return self._result(sessions, [x for x in self.turns if inside(x)], unanswered)
+
+    def _new(self) -> int:
+        return sum(not x.turns for x in self.sessions)
+
+    def _for(self, seconds: float) -> None:
+        end = time.perf_counter() + seconds
+        self.run(lambda: time.perf_counter() > end)
+
+    def _result(self, sessions: int, turns: list[Turn], unanswered: list[Turn]) -> dict[str, Any]:
+        now, options = time.perf_counter(), self.options
+        firsts = [(x.first or now) - x.due for x in (*turns, *unanswered)]
+        token_ms = [x.token_ms for x in turns]
+        borne = bool(turns) and share(firsts) <= options.first and share(token_ms) <= options.token
+        return {
+            "sessions": sessions,
+            "borne": borne,
+            "turns": len(turns),
+            "unanswered": len(unanswered),
+            "first_ms_median": 1e3 * statistics.median(firsts) if firsts else None,
+            "first_ms_95": 1e3 * share(firsts) if firsts else None,
+            "token_ms_median": statistics.median(token_ms) if turns else None,
+            "token_ms_95": share(token_ms) if turns else None,
+            "tokens_per_s": sum(len(x.answered) for x in turns) / options.seconds,
+            "found_in_cache": sum(x.cached for x in turns) / max(1, sum(x.prompt for x in turns)),
+            "context_tokens": sum(len(x.context) for x in self.sessions),
+        }
+
+
+def share(values: list[float], part: float = 0.95) -> float:
+    """The value that this part of the values does not exceed."""
+    return sorted(values)[min(len(values) - 1, int(part * len(values)))]
+
+
+def engine(folder: Path, maps: Path, options: argparse.Namespace) -> LLM:
+    given: dict[str, Any] = {}
+    kind = options.kind
+    if kind.startswith("bits-"):
+        given["additional_config"] = {"kvfold": {"bits": int(kind.removeprefix("bits-"))}}
+    elif kind == "fp8":
+        given["kv_cache_dtype"] = "fp8"
+    elif kind != "bf16-full":
+        given["block_size"] = VARIANTS[kind.removeprefix(MAPS)].page
+    if kind.startswith(MAPS):
+        given["additional_config"] = {"kvfold": {"maps": str(maps)}}
+    return LLM(
+        str(folder),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=options.longest + 4096,
+        max_num_seqs=max(64, *options.sessions),
+        max_num_batched_tokens=options.chunk,
+        gpu_memory_utilization=options.memory,
+        enable_prefix_caching=True,
+        disable_log_stats=True,
+        seed=0,
+        **given,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("kind")
+    parser.add_argument("--shape", default="llama-3.1-8b", choices=WIDTHS)
+    parser.add_argument("--layers", type=int)
+    whole = {"type": lambda x: [*map(int, x.split(","))]}
+    parser.add_argument("--sessions", **whole, default=[16, 24, 32, 40])
+    parser.add_argument("--shortest", type=int, default=8192, help="tokens of a context")
+    parser.add_argument("--longest", type=int, default=65536)
+    parser.add_argument("--system", type=int, default=2048, help="tokens that all share")
+    parser.add_argument("--pause", type=float, default=10, help="seconds between turns")
+    parser.add_argument("--first", type=float, default=2, help="seconds to a first token")
+    parser.add_argument("--token", type=float, default=40, help="milliseconds a token")
+    parser.add_argument("--seconds", type=float, default=40, help="that count")
+    parser.add_argument("--settle", type=float, default=8, help="seconds before them")
+    parser.add_argument("--limit", type=float, default=480, help="seconds of the whole run")
+    parser.add_argument("--chunk", type=int, default=4096, help="tokens of a step")
+    parser.add_argument("--memory", type=float, default=0.9, help="share of the GPU's")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    begin = time.perf_counter()
+
+    def out_of_time() -> bool:
+        return time.perf_counter() - begin > options.limit
+
+    with tempfile.TemporaryDirectory() as folder:
+        model, maps = Path(folder) / "model", Path(folder) / "maps"
+        config = write_config(model, options.shape, options.kind, options.layers)
+        if options.kind.startswith(MAPS):
+            write_maps(maps, options.kind, config)
+        llm = engine(model, maps, options)
+    settings = {name: x for name, x in vars(options).items() if name != "json"}
+    tokens, size = capacity(llm)
+    report: dict[str, Any] = {
+        "benchmark": "agents",
+        "settings": settings,
+        "versions": {"vllm": vllm.__version__, "device": device()},
+        "ready_s": time.perf_counter() - begin,
+        "capacity": {"tokens": tokens, "bytes_per_token": size},
+        "levels": [],
+    }
+    print(json.dumps({x: report[x] for x in ("ready_s", "capacity")}), flush=True)
+    agents = Agents(llm, options)
+    for sessions in options.sessions:
+        level = agents.level(sessions, out_of_time)
+        if level is None:
+            break
+        report["levels"].append(level)
+        print(json.dumps(level), flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        if not level["borne"] or out_of_time():
+            break
+    os._exit(0)  # vLLM's engine takes its time to end
+
+
+if __name__ == "__main__":
+    main()
