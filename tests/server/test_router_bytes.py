@@ -12,7 +12,7 @@ from replicas import Raw, raw, running
 from router_cases import metrics, routing
 
 from kvfold.server.limits import Balance, Limits  # isort: skip
-from kvfold.server.passing import Passed  # isort: skip
+from kvfold.server.forwarding import Passed  # isort: skip
 from kvfold.server.router import create_router  # isort: skip
 
 WELL = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}"

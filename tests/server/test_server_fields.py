@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("fastapi", reason='needs pip install "kvfold[server]"')
-from kvfold.server import fields
+from kvfold.server import unsupported_fields
 from kvfold.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from kvfold.utils.tokens import encode
 from serving import Served, serving, small_llm
@@ -123,7 +123,7 @@ def test_what_would_change_an_answer_is_refused_unless_neutral(small: Served, pa
     kind, body = BODIES[path]
     plain = told(small.ask(path, **body))
     neutral = {x: json.loads(values[-1]) for x, values in kind.unsupported.items()}
-    ignored = {name: {"a": ["b"]} for name in fields.IGNORED}
+    ignored = {name: {"a": ["b"]} for name in unsupported_fields.IGNORED}
     assert told(small.ask(path, **body, **neutral, **ignored)) == plain
     nothing = dict.fromkeys((*neutral, *ignored))
     assert told(small.ask(path, **body, **nothing)) == plain
@@ -201,4 +201,4 @@ def test_fields_that_are_not_read_are_let_go() -> None:
     from kvfold.server.protocol import decode
 
     body = decode(CompletionBody, b'{"prompt": "a", "metadata": {"a": 1}, "tools": []}')
-    assert body.metadata is body.tools is fields.EMPTY
+    assert body.metadata is body.tools is unsupported_fields.EMPTY

@@ -26,8 +26,8 @@ from kvfold.maps.layer_maps import Maps
 from kvfold.models.families import family_of
 from kvfold.vllm_plugin.blocks import BlockAttention, BlockView, Step, arena_of
 from kvfold.vllm_plugin.families import architecture
-from kvfold.vllm_plugin.shares import Share
-from kvfold.vllm_plugin.stored import StoredCache, settings
+from kvfold.vllm_plugin.model_cache import StoredCache, settings
+from kvfold.vllm_plugin.tensor_parallel import Share
 from kvfold.vllm_plugin.weights import empty_layer, fold_layer
 from matrix import matrix
 from models import CONFIGS, tiny, tokens

@@ -32,7 +32,7 @@ def changed(settings: Any) -> dict[str, Any]:
 def cache_settings(cache: CacheConfig, maps: str | None = None) -> dict[str, Any]:
     """Arguments of vLLM's engine for a cache, and maps if any. Raises SettingError for a setting
     that the plugin does not serve."""
-    from kvfold.vllm_plugin.stored import REFUSED, SERVED
+    from kvfold.vllm_plugin.model_cache import REFUSED, SERVED
 
     plugin: dict[str, Any] = {}
     if maps is not None:  # an absolute path: workers may run in another folder

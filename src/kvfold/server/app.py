@@ -15,10 +15,10 @@ from starlette.responses import Response
 import kvfold
 from kvfold.engine.api.async_llm import AsyncLLM
 from kvfold.engine.requests.packed import PackedContext
+from kvfold.server.dashboard import add_page
 from kvfold.server.errors import APIError, from_value_error, install
 from kvfold.server.guard import Guard, HeadAsGet, unless_gone
 from kvfold.server.limits import Limits
-from kvfold.server.page import add_page
 from kvfold.server.protocol import (
     B,
     Body,
@@ -29,8 +29,8 @@ from kvfold.server.protocol import (
     decode,
     whole,
 )
-from kvfold.server.replies import ChatReply, CompletionReply, Reply
 from kvfold.server.request_log import note_reply
+from kvfold.server.responses import ChatReply, CompletionReply, Reply
 from kvfold.server.service import Choices, Echo, Service
 
 NO_CACHE = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}

@@ -9,7 +9,8 @@ from msgspec import Meta, Raw, Struct, field
 
 from kvfold.engine.requests.request import CacheParams, SamplingParams
 from kvfold.server.errors import UNKNOWN, APIError, invalid
-from kvfold.server.fields import (
+from kvfold.server.limits import Limits
+from kvfold.server.unsupported_fields import (
     EMPTY,
     UNSUPPORTED_CHAT,
     UNSUPPORTED_COMPLETION,
@@ -19,7 +20,6 @@ from kvfold.server.fields import (
     unknown,
     with_extras,
 )
-from kvfold.server.limits import Limits
 from kvfold.utils.errors import renamed
 
 MOST_MESSAGES = 4096  # of a conversation, and parts of a message

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvfold.server.replies import Reply
+    from kvfold.server.responses import Reply
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

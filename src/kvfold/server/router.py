@@ -12,11 +12,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from kvfold.server.ending import error_events, tells_of_ending
 from kvfold.server.errors import APIError
-from kvfold.server.guard import Guard, unless_gone
-from kvfold.server.limits import Balance, Limits
-from kvfold.server.passing import (
+from kvfold.server.forwarding import (
     Cut,
     Events,
     Pairs,
@@ -25,7 +22,10 @@ from kvfold.server.passing import (
     length_header,
     read_whole,
 )
+from kvfold.server.guard import Guard, unless_gone
+from kvfold.server.limits import Balance, Limits
 from kvfold.server.replicas import Replica, Replicas, reason, watching
+from kvfold.server.shutdown import error_events, tells_of_ending
 
 BUSY = (429, 503)  # another replica may have room, or be well
 METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"]

@@ -14,9 +14,9 @@ import uvicorn
 from fastapi import FastAPI
 
 from kvfold.server.connections import Listener, limit_logs, protocol_of, raise_descriptors
-from kvfold.server.ending import SECONDS, Ending
 from kvfold.server.limits import Limits
 from kvfold.server.request_log import RequestLog
+from kvfold.server.shutdown import SECONDS, Ending
 from kvfold.utils.errors import SettingError
 
 LOCAL = ("127.0.0.1", "::1", "localhost")

@@ -17,7 +17,7 @@ from kvfold.server.errors import APIError, from_value_error
 from kvfold.server.limits import Limits
 from kvfold.server.metrics import Metrics
 from kvfold.server.protocol import OURS, TokenizeBody
-from kvfold.server.tokens import TokenTexts
+from kvfold.server.token_texts import TokenTexts
 from kvfold.utils.errors import SettingError, renamed
 from kvfold.utils.tokens import encode, encode_prompt, most_characters, surely_longer
 

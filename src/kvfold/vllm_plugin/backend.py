@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from kvfold.attention.base import LayerAttention
 from kvfold.vllm_plugin.blocks import BlockAttention, BlockContext, BlockView, Step, choose
 from kvfold.vllm_plugin.layer import CachedAttention
-from kvfold.vllm_plugin.stored import StoredCache
+from kvfold.vllm_plugin.model_cache import StoredCache
 from kvfold.vllm_plugin.trial import check_attention
 
 if TYPE_CHECKING:

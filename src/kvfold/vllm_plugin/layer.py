@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from kvfold.attention.base import LayerAttention
 from kvfold.models.merged import MergedLinear
 from kvfold.models.rotary import RotaryTable
-from kvfold.vllm_plugin.stored import StoredCache
+from kvfold.vllm_plugin.model_cache import StoredCache
 from kvfold.vllm_plugin.weights import empty_layer, fold_layer
 
 

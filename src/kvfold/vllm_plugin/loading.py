@@ -35,7 +35,7 @@ def _attaching(load: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
         given = dict(vllm_config.additional_config or {}).get("kvfold")
         draft = model_config is not vllm_config.model_config
         if given and not draft and not hasattr(model, "folded"):  # which has its own maps
-            from kvfold.vllm_plugin.mapped import attach  # only where it is wanted
+            from kvfold.vllm_plugin.attach import attach  # only where it is wanted
 
             attach(model, vllm_config, given)
         return model

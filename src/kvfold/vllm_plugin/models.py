@@ -24,9 +24,9 @@ from kvfold.models.families import family_of
 from kvfold.models.weights import check_finite
 from kvfold.vllm_plugin.guard import LogitsGuard, end_tokens
 from kvfold.vllm_plugin.layer import FoldedLayer
+from kvfold.vllm_plugin.model_cache import StoredCache, check_served, settings
 from kvfold.vllm_plugin.profiling import profile_memory
-from kvfold.vllm_plugin.shares import Share
-from kvfold.vllm_plugin.stored import StoredCache, check_served, settings
+from kvfold.vllm_plugin.tensor_parallel import Share
 from kvfold.vllm_plugin.weights import rotary_table
 
 

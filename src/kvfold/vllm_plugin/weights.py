@@ -11,7 +11,7 @@ from kvfold.models.adapter import HFAttention
 from kvfold.models.families import family_of
 from kvfold.models.rotary import RotaryTable, rope_type
 from kvfold.models.rotate import rotate_layer
-from kvfold.vllm_plugin.stored import StoredCache
+from kvfold.vllm_plugin.model_cache import StoredCache
 
 
 def empty_layer(config: Any, spec: CacheSpec, index: int) -> HFAttention:

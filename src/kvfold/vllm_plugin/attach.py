@@ -36,13 +36,13 @@ from kvfold.maps.layers import TOKENS
 from kvfold.maps.plain import Means, full_spec, mean_positions, plain_maps
 from kvfold.maps.sidecar import Sidecar
 from kvfold.models.rotary import RotaryTable, position_limit
-from kvfold.vllm_plugin.asking import Seen, can_be_asked, layer_device, watch
 from kvfold.vllm_plugin.backend import CachedImpl, KVFoldBackend, KVFoldMetadata
 from kvfold.vllm_plugin.guard import guard_logits
 from kvfold.vllm_plugin.layer import slot_of
+from kvfold.vllm_plugin.model_cache import StoredCache, check_served, settings
+from kvfold.vllm_plugin.probe import Seen, can_be_asked, layer_device, watch
 from kvfold.vllm_plugin.profiling import profile_memory
-from kvfold.vllm_plugin.shares import Share
-from kvfold.vllm_plugin.stored import StoredCache, check_served, settings
+from kvfold.vllm_plugin.tensor_parallel import Share
 
 PLUGIN = "kvfold's plugin for vLLM"
 

@@ -15,7 +15,7 @@ from kvfold.layout.pages import CacheLayout, cache_layout
 from kvfold.maps.engine_model import rotated_maps
 from kvfold.maps.layer_maps import Maps
 from kvfold.models.families import family_of
-from kvfold.vllm_plugin.shares import Share
+from kvfold.vllm_plugin.tensor_parallel import Share
 
 MAPS = "maps"
 SERVED = ("bits", "rotate", "sub_group", "zeros")  # of CacheConfig

@@ -15,7 +15,7 @@ from kvfold.engine.requests.request import FinishReason, StepOutput, TokenLogpro
 from kvfold.server.errors import APIError
 from kvfold.server.protocol import ChatBody, CompletionBody, StreamOptions
 from kvfold.server.service import Choices, Echo, Service
-from kvfold.server.tokens import Offsets, TokenTexts, utf8
+from kvfold.server.token_texts import Offsets, TokenTexts, utf8
 from kvfold.utils.tokens import leading_tokens
 
 Json = dict[str, Any]
