@@ -34,14 +34,14 @@ def test_who_is_asked_next() -> None:
     shortest = Replicas(["http://a", "http://b/v1/", "http://c"], Balance())
     a, b, c = shortest.all
     assert b.url == "http://b"
-    a.open, b.open = 2, 1
+    a.num_open, b.num_open = 2, 1
     assert shortest.pick(()) is c
-    c.turn("lost")
+    c.set_health("lost")
     assert shortest.pick(()) is b and shortest.pick([b]) is a and shortest.pick([a, b]) is None
-    b.open, a.asked = 2, 5  # of equal queues, whoever was asked less
+    b.num_open, a.num_sent = 2, 5  # of equal queues, whoever was asked less
     assert shortest.pick(()) is b
     turns = Replicas(["http://a", "http://b", "http://c"], Balance(pick="round-robin"))
-    turns.all[0].open = 9
+    turns.all[0].num_open = 9
     assert [turns.pick(()) for _ in range(4)] == [*turns.all, turns.all[0]]
 
 
@@ -51,13 +51,13 @@ def test_a_look_that_began_before_a_loss_does_not_undo_it() -> None:
         (replica,) = replicas.all
 
         async def look(*_: Any) -> None:  # it is healthy, and dies before that is read
-            replica.lost += 1
-            replica.turn("lost")
+            replica.num_lost += 1
+            replica.set_health("lost")
 
-        replicas._look = look
+        replicas._check_health = look
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(replicas.watch(None), 0.05)
-        return replica.why
+        return replica.error
 
     assert asyncio.run(watch()) == "lost"
 

@@ -12,7 +12,7 @@ from replicas import Raw, raw, running
 from router_cases import metrics, routing
 
 from kvfold.server.limits import Balance, Limits  # isort: skip
-from kvfold.server.forwarding import Passed  # isort: skip
+from kvfold.server.forwarding import ForwardedRequest  # isort: skip
 from kvfold.server.router import create_router  # isort: skip
 
 WELL = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}"
@@ -75,7 +75,7 @@ def test_a_target_passes_unchanged(target: bytes) -> None:
 @pytest.mark.parametrize("path", ["%2F@evil.test:1/x", "@evil.test/", ".evil.test/", "9/", "[::1"])
 @pytest.mark.parametrize("replica", ["http://one.test:8000", "http://one.test", "http://[::2]:8/a"])
 def test_no_path_changes_the_host(replica: str, path: str) -> None:
-    passed = Passed(method="GET", path=path, query="", headers=[], body=b"")
+    passed = ForwardedRequest(method="GET", path=path, query="", headers=[], body=b"")
     assert passed.url(replica).origin() == URL(replica).origin()
 
 

@@ -303,7 +303,7 @@ def test_log_lines_of_a_kind_are_few(monkeypatch) -> None:
 
 
 def test_prompt_logprobs_of_an_answer_have_a_bound(small: Served, monkeypatch) -> None:
-    monkeypatch.setattr("kvfold.server.service.MOST_SCORES", 20)
+    monkeypatch.setattr("kvfold.server.service.MAX_PROMPT_LOGPROBS", 20)
     error = small.refused(400, prompt=["a b c"] * 3, prompt_logprobs=5)
     assert error["param"] == "prompt_logprobs" and "at most 20" in error["message"]
     assert not small.llm.engine.has_work

@@ -1,4 +1,4 @@
-"""The routes."""
+"""The HTTP routes of `kvfold serve`."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -15,9 +15,9 @@ from starlette.responses import Response
 import kvfold
 from kvfold.engine.api.async_llm import AsyncLLM
 from kvfold.engine.requests.packed import PackedContext
-from kvfold.server.dashboard import add_page
+from kvfold.server.dashboard import add_dashboard
 from kvfold.server.errors import APIError, from_value_error, install
-from kvfold.server.guard import Guard, HeadAsGet, unless_gone
+from kvfold.server.guard import Guard, HeadAsGet, cancel_on_disconnect
 from kvfold.server.limits import Limits
 from kvfold.server.protocol import (
     B,
@@ -27,11 +27,11 @@ from kvfold.server.protocol import (
     DetokenizeBody,
     TokenizeBody,
     decode,
-    whole,
+    with_unsupported_fields,
 )
-from kvfold.server.request_log import note_reply
-from kvfold.server.responses import ChatReply, CompletionReply, Reply
-from kvfold.server.service import Choices, Echo, Service
+from kvfold.server.request_log import note_response
+from kvfold.server.responses import ChatResponse, CompletionResponse, GenerationResponse
+from kvfold.server.service import ChoiceStream, EchoedPrompt, Service
 
 NO_CACHE = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -45,11 +45,14 @@ def create_app(
     contexts: Mapping[str, PackedContext] | None = None,
     allow_origins: Sequence[str] = (),
 ) -> FastAPI:
-    """An ASGI application that serves `llm` under `name`, and closes it at its end.
+    """An ASGI application that serves `llm` under the model name `name`, and closes `llm` at
+    shutdown.
 
-    api_key: what clients must send, except to ask for /health, /docs and the page, which asks for
-    it. contexts: what completions may begin with, by name. allow_origins: of web pages that may ask
-    ("*": of all). Raises ValueError for a context that `llm` cannot take.
+    api_key: clients must send it, except for /health, /docs and the dashboard, which asks for it.
+    contexts: packed contexts that completions may start with, by name.
+    allow_origins: origins of web pages that may call the server (CORS); "*": any.
+
+    Raises ValueError for a context that does not fit `llm`.
     """
     limits = limits or Limits()
 
@@ -61,27 +64,30 @@ def create_app(
     app = FastAPI(title="kvfold", version=kvfold.__version__, lifespan=lifespan, redoc_url=None)
     app.add_middleware(HeadAsGet)
     app.add_middleware(Guard, limits=limits, key=api_key)
-    if allow_origins:  # around the guard, since a browser reads refusals by it too
+    if allow_origins:  # outside the guard: a browser needs CORS headers to read its errors, too
         app.add_middleware(
             CORSMiddleware, allow_origins=allow_origins, allow_methods=["*"], allow_headers=["*"]
         )
     install(app)
-    app.add_exception_handler(ValueError, _refused)
+    app.add_exception_handler(ValueError, _on_value_error)
     service = Service(llm, name, limits, contexts or {})
     _add_generation(app, service)
-    _add_rest(app, service)
-    add_page(app, llm.llm)
+    _add_other_routes(app, service)
+    add_dashboard(app, llm.llm)
     return app
 
 
-async def _refused(_: Request, error: Exception) -> JSONResponse:
+async def _on_value_error(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, ValueError)
     return from_value_error(error).response
 
 
-def _body(kind: type[B]) -> Callable[[Request], Awaitable[B]]:
-    """Reads a body of a kind. No other content type than JSON's is taken: a web page may send
-    those anywhere without asking."""
+def _body_reader(body_type: type[B]) -> Callable[[Request], Awaitable[B]]:
+    """A dependency that reads a request's body as `body_type`.
+
+    Only JSON content types are accepted, because a web page may send others to any server without a
+    CORS check.
+    """
 
     async def read(request: Request) -> B:
         header = Message()
@@ -91,86 +97,90 @@ def _body(kind: type[B]) -> Callable[[Request], Awaitable[B]]:
             subtype != "json" and not subtype.endswith("+json")
         ):
             raise APIError(400, "the body must be a JSON object, sent as application/json")
-        # Unlike `request.body()`, the request does not keep it.
-        return decode(kind, b"".join([part async for part in request.stream()]))
+        # Unlike with `request.body()`, the request does not hold the body.
+        return decode(body_type, b"".join([part async for part in request.stream()]))
 
     return read
 
 
-def _described(kind: type[Body]) -> dict[str, Any]:
-    """A body for /docs."""
-    (schema,), parts = msgspec.json.schema_components([whole(kind)], ref_template="#/$defs/{name}")
+def _openapi_body(body_type: type[Body]) -> dict[str, Any]:
+    """The OpenAPI description of a body, for /docs."""
+    (schema,), definitions = msgspec.json.schema_components(
+        [with_unsupported_fields(body_type)], ref_template="#/$defs/{name}"
+    )
     name = schema["$ref"].rpartition("/")[2]
-    content = {"schema": _inlined(parts[name], parts)}
+    content = {"schema": _inlined(definitions[name], definitions)}
     return {"requestBody": {"required": True, "content": {"application/json": content}}}
 
 
-def _inlined(schema: Any, parts: Mapping[str, Any]) -> Any:
-    """A schema with what it refers to in its place."""
+def _inlined(schema: Any, definitions: Mapping[str, Any]) -> Any:
+    """A JSON schema with its references replaced by what they refer to."""
     if isinstance(schema, dict) and "$ref" in schema:
-        return _inlined(parts[schema["$ref"].rpartition("/")[2]], parts)
+        return _inlined(definitions[schema["$ref"].rpartition("/")[2]], definitions)
     if isinstance(schema, dict):
-        return {name: _inlined(x, parts) for name, x in schema.items()}
-    return [_inlined(x, parts) for x in schema] if isinstance(schema, list) else schema
+        return {name: _inlined(x, definitions) for name, x in schema.items()}
+    return [_inlined(x, definitions) for x in schema] if isinstance(schema, list) else schema
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/completions", openapi_extra=_described(CompletionBody))
+    @app.post("/v1/completions", openapi_extra=_openapi_body(CompletionBody))
     async def completions(
-        request: Request, body: Annotated[CompletionBody, Depends(_body(CompletionBody))]
+        request: Request, body: Annotated[CompletionBody, Depends(_body_reader(CompletionBody))]
     ) -> Response:
         service.check_model(body.model)
         sampling, prompts = body.sampling(service.limits), body.prompts(service.limits)
-        asked = [(prompt, params, body.cache) for prompt in prompts for params in sampling]
+        specs = [(prompt, params, body.cache) for prompt in prompts for params in sampling]
         context = service.context(body.context)
-        echoes = body.echo
+        wants_echo = body.echo
         body.release()
 
-        async def begin() -> tuple[list[Echo], Choices]:
-            echoed = [await service.echo(prompt) for prompt in prompts] if echoes else []
-            return echoed, await service.open(asked, context)
+        async def begin() -> tuple[list[EchoedPrompt], ChoiceStream]:
+            echoed = [await service.echo(prompt) for prompt in prompts] if wants_echo else []
+            return echoed, await service.submit(specs, context)
 
-        echoed, choices = await unless_gone(request, begin())
-        return await _answer(request, CompletionReply(service, body, choices, echoed))
+        echoed, choices = await cancel_on_disconnect(request, begin())
+        return await _respond(request, CompletionResponse(service, body, choices, echoed))
 
-    @app.post("/v1/chat/completions", openapi_extra=_described(ChatBody))
+    @app.post("/v1/chat/completions", openapi_extra=_openapi_body(ChatBody))
     async def chat(
-        request: Request, body: Annotated[ChatBody, Depends(_body(ChatBody))]
+        request: Request, body: Annotated[ChatBody, Depends(_body_reader(ChatBody))]
     ) -> Response:
         service.check_model(body.model)
         sampling = body.sampling(service.limits)
-        turns, variables = body.turns, body.variables
+        messages, variables = body.template_messages, body.template_variables
         body.release()
 
-        async def begin() -> Choices:
-            prompt = await service.encode_chat(turns, variables)
-            return await service.open([(prompt, params, body.cache) for params in sampling])
+        async def begin() -> ChoiceStream:
+            prompt = await service.encode_chat(messages, variables)
+            return await service.submit([(prompt, params, body.cache) for params in sampling])
 
-        choices = await unless_gone(request, begin())
-        return await _answer(request, ChatReply(service, body, choices))
+        choices = await cancel_on_disconnect(request, begin())
+        return await _respond(request, ChatResponse(service, body, choices))
 
 
-async def _answer(request: Request, reply: Reply) -> Response:
-    note_reply(request.scope, reply)
-    if reply.body.stream:
-        return StreamingResponse(reply.events(), media_type="text/event-stream", headers=NO_CACHE)
-    content = await unless_gone(request, reply.whole())
+async def _respond(request: Request, response: GenerationResponse) -> Response:
+    note_response(request.scope, response)
+    if response.body.stream:
+        return StreamingResponse(
+            response.events(), media_type="text/event-stream", headers=NO_CACHE
+        )
+    content = await cancel_on_disconnect(request, response.json_body())
     return Response(content, media_type="application/json")
 
 
-def _add_rest(app: FastAPI, service: Service) -> None:
+def _add_other_routes(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [service.card]}
+        return {"object": "list", "data": [service.model_card]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         service.check_model(name)
-        return service.card
+        return service.model_card
 
-    @app.post("/tokenize", openapi_extra=_described(TokenizeBody))
+    @app.post("/tokenize", openapi_extra=_openapi_body(TokenizeBody))
     async def tokenize(
-        request: Request, body: Annotated[TokenizeBody, Depends(_body(TokenizeBody))]
+        request: Request, body: Annotated[TokenizeBody, Depends(_body_reader(TokenizeBody))]
     ) -> Response:
         service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
@@ -178,23 +188,23 @@ def _add_rest(app: FastAPI, service: Service) -> None:
         if body.messages is not None and body.add_special_tokens:
             raise APIError(
                 400,
-                "add_special_tokens is of a prompt: a chat template writes its special tokens",
+                "add_special_tokens is for a prompt: a chat template adds its own special tokens",
                 param="add_special_tokens",
             )
-        content = await unless_gone(request, service.tokenize(body))
+        content = await cancel_on_disconnect(request, service.tokenize(body))
         return Response(content, media_type="application/json")
 
-    @app.post("/detokenize", openapi_extra=_described(DetokenizeBody))
+    @app.post("/detokenize", openapi_extra=_openapi_body(DetokenizeBody))
     async def detokenize(
-        request: Request, body: Annotated[DetokenizeBody, Depends(_body(DetokenizeBody))]
+        request: Request, body: Annotated[DetokenizeBody, Depends(_body_reader(DetokenizeBody))]
     ) -> dict[str, Any]:
         service.check_model(body.model)
-        return {"prompt": await unless_gone(request, service.text_of(body.tokens))}
+        return {"prompt": await cancel_on_disconnect(request, service.detokenize(body.tokens))}
 
     @app.get("/health")
     async def health() -> dict[str, str]:
-        if service.llm.fault is not None:
-            raise APIError(503, f"the engine failed: {service.llm.fault}", code="engine_fault")
+        if (fault := service.async_llm.fault) is not None:
+            raise APIError(503, f"the engine failed: {fault}", code="engine_fault")
         return {"status": "ok"}
 
     @app.get("/metrics")

@@ -1,5 +1,5 @@
-"""Connections of a server: how many, and how long one may be open without a request. Log lines of
-one kind, how often."""
+"""Limits on a server's connections (their number, and how long one may stay idle) and on its log
+lines."""
 
 import asyncio
 import logging
@@ -13,20 +13,20 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvfold.server.limits import Limits
 
-SPARE = 64  # descriptors for all but connections
-LAST = 16  # of these, for what has to open files even in a rush of connections
-WANTED = 2**16  # descriptors, where the system allows as many
-LINES, MINUTE = 10, 60.0  # log lines of one kind in so many seconds
+SPARE = 64  # file descriptors that are not for connections
+LAST = 16  # of these, reserved for opening files when connections use up the rest
+WANTED = 2**16  # descriptors to ask the system for
+LINES, MINUTE = 10, 60.0  # most log lines of one kind, and in how many seconds
 
 
 def num_descriptors() -> int:
-    """How many this process may have open."""
+    """How many file descriptors this process may have open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return WANTED if resource.RLIM_INFINITY in (soft, hard) else soft
 
 
 def raise_descriptors() -> None:
-    """Allow this process as many as the system does, WANTED at most."""
+    """Raise this process's limit of descriptors to the system's, at most to WANTED."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < WANTED:
         most = WANTED if hard == resource.RLIM_INFINITY else min(hard, WANTED)
@@ -34,11 +34,14 @@ def raise_descriptors() -> None:
 
 
 class Listener(socket.socket):
-    """A socket that listens, and closes what it accepts where descriptors run short: they are
-    numbered from the lowest that is free."""
+    """A listening socket that closes accepted connections when descriptors run short.
+
+    Descriptors are numbered from the lowest free one, so a high number means that few are left.
+    """
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Raises BlockingIOError, after which asyncio looks again."""
+        """Accept a connection. Raises BlockingIOError if it was closed; asyncio then tries again
+        later."""
         connection, address = super().accept()
         if connection.fileno() >= num_descriptors() - LAST:
             connection.close()
@@ -47,10 +50,13 @@ class Listener(socket.socket):
 
 
 def protocol_of(limits: Limits) -> type[H11Protocol]:
-    """uvicorn's HTTP, with limits: a head may take `head_seconds`, and where there are more than
-    `max_connections` the oldest one without a request is closed for a new one."""
+    """uvicorn's HTTP protocol with limits.
+
+    N request's head may take `head_seconds`. With more than `max_connections` open, the oldest
+    connection without a request is closed for the new one.
+    """
     most = min(limits.max_connections, max(1, num_descriptors() - SPARE))
-    waiting: dict[H11Protocol, asyncio.TimerHandle] = {}  # without a request, oldest first
+    waiting: dict[H11Protocol, asyncio.TimerHandle] = {}  # idle connections, oldest first
 
     class Protocol(H11Protocol):
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -67,7 +73,7 @@ def protocol_of(limits: Limits) -> type[H11Protocol]:
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
-            if not self._busy:  # else the next request has come already
+            if not self._busy:  # otherwise the next request has arrived already
                 self._wait()
 
         def connection_lost(self, exc: Exception | None) -> None:
@@ -91,7 +97,8 @@ def protocol_of(limits: Limits) -> type[H11Protocol]:
 
 
 class RateLimit(logging.Filter):
-    """Lets through so many log lines of a kind a minute, and says how many it kept back."""
+    """A logging filter that allows LINES log lines of a kind per minute, and says how many it
+    dropped."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,18 +107,19 @@ class RateLimit(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         if time.monotonic() > self._until:
-            kept_back = sum(max(0, count - LINES) for count in self._counts.values())
+            num_dropped = sum(max(0, count - LINES) for count in self._counts.values())
             self._counts.clear()
             self._until = time.monotonic() + MINUTE
-            if kept_back:
-                record.msg = f"{record.msg} ({kept_back} earlier lines were left out)"
+            if num_dropped:
+                record.msg = f"{record.msg} ({num_dropped} earlier lines were left out)"
         kind = record.name, record.levelno, str(record.msg)[:40]
         self._counts[kind] += 1
         return self._counts[kind] <= LINES
 
 
 def limit_logs() -> None:
-    """Of uvicorn, and of all that has no handler but the last one."""
+    """Rate-limit the log lines of uvicorn, of the root logger and of Python's last-resort
+    handler."""
     handlers = [*logging.getLogger("uvicorn").handlers, *logging.getLogger().handlers]
     for handler in [*handlers, logging.lastResort]:
         if handler is not None and not any(isinstance(x, RateLimit) for x in handler.filters):

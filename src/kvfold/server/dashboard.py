@@ -1,4 +1,5 @@
-"""A live page of a server: one file, which reads /metrics and what of which request is kept."""
+"""The dashboard at `/`: one HTML file that polls /metrics, and /requests for the tokens kept per
+layer and head."""
 
 from typing import Any
 
@@ -10,7 +11,7 @@ from kvfold.engine.requests.request import Request
 from kvfold.server.errors import APIError
 from kvfold.utils.text import packaged
 
-MOST = 200  # requests that are listed
+MAX_LISTED = 200  # most requests in the list
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; "
     "style-src 'unsafe-inline'; connect-src 'self'; img-src data:; frame-ancestors 'none'",
@@ -18,8 +19,8 @@ HEADERS = {
 }
 
 
-def add_page(app: FastAPI, llm: LLM) -> None:
-    """`/`, and `/requests`, which it asks."""
+def add_dashboard(app: FastAPI, llm: LLM) -> None:
+    """Add `/`, and `/requests`, which the page reads."""
 
     @app.get("/")
     async def page() -> HTMLResponse:
@@ -28,20 +29,23 @@ def add_page(app: FastAPI, llm: LLM) -> None:
     @app.get("/requests")
     async def requests() -> dict[str, Any]:
         scheduler = llm.engine.scheduler
-        found = [*tuple(scheduler.running), *tuple(scheduler.waiting)]
-        return {"requests": [describe(llm, request) for request in found[:MOST]]}
+        listed = [*tuple(scheduler.running), *tuple(scheduler.waiting)][:MAX_LISTED]
+        return {"requests": [describe(llm, request) for request in listed]}
 
     @app.get("/requests/{id}")
-    async def kept(id: int) -> dict[str, Any]:
+    async def request_by_id(id: int) -> dict[str, Any]:
         for request in tuple(llm.engine.scheduler.running):
-            if request.id == id and (rows := kept_rows(llm, request)):
+            if request.id == id and (rows := stored_lengths(llm, request)):
                 return describe(llm, request) | {"rows": rows}
-        raise APIError(404, f"request {id} does not run, or not any more", param="id")
+        raise APIError(404, f"request {id} is not running", param="id")
 
 
 def describe(llm: LLM, request: Request) -> dict[str, Any]:
-    """computed: tokens that went through the model; kept: rows that are stored of them, averaged
-    over groups of heads. No text."""
+    """A request's state, without its text.
+
+    computed: tokens that went through the model.
+    kept: tokens of them that are stored, averaged over groups of heads.
+    """
     lengths = _lengths(llm, request)
     return {
         "id": request.id,
@@ -53,20 +57,20 @@ def describe(llm: LLM, request: Request) -> dict[str, Any]:
     }
 
 
-def kept_rows(llm: LLM, request: Request) -> list[list[int]] | None:
-    """Rows that every layer stores for each KV head [layers, Hk]; None where it has no slot now."""
+def stored_lengths(llm: LLM, request: Request) -> list[list[int]] | None:
+    """Tokens stored per layer and KV head [layers, Hk]; None if the request has no slot."""
     lengths, layout = _lengths(llm, request), llm.runner.pool.layout
     if lengths is None:
         return None
     geometry = layout.spec.geometry
-    found = [[0] * geometry.num_kv_heads for _ in range(geometry.num_layers)]
-    for group, rows in zip(layout.groups, lengths.tolist(), strict=True):
+    table = [[0] * geometry.num_kv_heads for _ in range(geometry.num_layers)]
+    for group, length in zip(layout.groups, lengths.tolist(), strict=True):
         for head in group.heads:
-            found[group.layer][head] = rows
-    return found
+            table[group.layer][head] = length
+    return table
 
 
 def _lengths(llm: LLM, request: Request) -> Any:
-    """Rows of every group [G]. The engine goes on meanwhile: they are of this step or the next."""
+    """Tokens stored in every group [G], before or after the engine's current step."""
     slot = request.slot
     return None if slot is None else llm.runner.pool.host_lengths[slot].copy()

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form: {"error": {"message", "type", "param", "code"}}."""
+"""Errors in OpenAI's format: {"error": {"message", "type", "param", "code"}}."""
 
 import re
 from collections.abc import Mapping
@@ -16,7 +16,10 @@ INVALID, SERVER = "invalid_request_error", "server_error"
 
 
 class APIError(Exception):
-    """What a client is told. param: the field that is wrong; code: for programs."""
+    """An error that is sent to the client.
+
+    status: of HTTP. param: the field that is wrong. code: for programs that read it.
+    """
 
     def __init__(
         self,
@@ -43,16 +46,17 @@ class APIError(Exception):
 
 
 def from_value_error(error: ValueError) -> APIError:
-    """A setting or prompt that the engine refused, and which it was."""
+    """The 400 response for a setting or prompt that the engine refused. `param` is the setting, if
+    the error names one."""
     named = re.search(r"`([a-z_]+)", error.text) if isinstance(error, SettingError) else None
     return APIError(400, str(error), param=named[1] if named else None)
 
 
 def install(app: FastAPI) -> None:
-    """Answer every error in this form."""
-    from kvfold.engine.api.async_llm import EngineFault  # with torch, which a router does without
+    """Register handlers so that every error is sent in OpenAI's format."""
+    from kvfold.engine.api.async_llm import EngineFault  # imports torch; a router runs without it
 
-    for kind, spell in {
+    for error_type, to_api_error in {
         APIError: lambda error: error,
         RequestValidationError: _invalid,
         HTTPException: _http,
@@ -60,50 +64,57 @@ def install(app: FastAPI) -> None:
         Exception: lambda _: APIError(500, "the server failed at this request; its log says why"),
     }.items():
 
-        async def answer(_: Request, error: Exception, spell: Any = spell) -> JSONResponse:
-            return spell(error).response
+        async def answer(
+            _: Request, error: Exception, to_api_error: Any = to_api_error
+        ) -> JSONResponse:
+            return to_api_error(error).response
 
-        app.add_exception_handler(kind, answer)
+        app.add_exception_handler(error_type, answer)
 
 
-# Of a body itself, and not of an object in it.
+# An unknown field of the body itself, not of an object inside it.
 UNKNOWN = re.compile(r"Object contains unknown field `((?:(?!` - at `\$).)*)`", re.DOTALL)
 _FIELD = re.compile(r"`\$\.(\w+)|required field `(\w+)`")
-_OF_MESSAGE = re.compile(r"`\$\.messages\[[^]]*\]\.(\w+)`$")
+_MESSAGE_FIELD = re.compile(r"`\$\.messages\[[^]]*\]\.(\w+)`$")
 
 
 def invalid(error: Exception, param: str | None = None) -> APIError:
-    """What msgspec says of a body, and of which field (param, where it was told one alone)."""
+    """The 400 response for a body that msgspec cannot decode.
+
+    param: the field, if only one was decoded; otherwise it is read from msgspec's message.
+    """
     text, *_ = str(error).partition(" - at `")
     if isinstance(error, RecursionError):
-        return APIError(400, "the body is nested too deeply", param=param, code=NO_JSON)
+        return APIError(400, "the body is nested too deeply", param=param, code=INVALID_JSON)
     if not isinstance(error, msgspec.ValidationError):
-        return APIError(400, f"the body is not JSON in UTF-8: {text}", param=param, code=NO_JSON)
-    inside = _OF_MESSAGE.search(str(error))
-    if inside and inside[1] not in READ_OF_MESSAGES:
-        text = f"messages: {inside[1]} is not supported by this server; leave it out"
+        return APIError(
+            400, f"the body is not JSON in UTF-8: {text}", param=param, code=INVALID_JSON
+        )
+    message_field = _MESSAGE_FIELD.search(str(error))
+    if message_field and message_field[1] not in MESSAGE_FIELDS:
+        text = f"messages: {message_field[1]} is not supported by this server; leave it out"
         return APIError(400, text, param="messages")
-    named = _FIELD.search(str(error))
-    where = param or (named and (named[1] or named[2]))
-    if where is None:
+    match = _FIELD.search(str(error))
+    field = param or (match and (match[1] or match[2]))
+    if field is None:
         return APIError(400, "the body must be a JSON object, sent as application/json")
-    hint = f"; {LEGAL[where]}" if where in LEGAL else ""
-    return APIError(400, f"{where}: {text[:1].lower()}{text[1:]}{hint}", param=where)
+    hint = f"; {LEGAL[field]}" if field in LEGAL else ""
+    return APIError(400, f"{field}: {text[:1].lower()}{text[1:]}{hint}", param=field)
 
 
-LEGAL = {  # where a type says too little
+LEGAL = {  # hints for fields whose type alone does not say what to send
     "prompt": "send a text, token ids, or a list of either",
     "messages": 'send [{"role": "user", "content": text}]',
     "response_format": 'its type is "text", "json_object" or "json_schema"',
     "stream_options": 'send {"include_usage": true}',
     "structured_outputs": 'send {"regex": "[0-9]{3}"}, or response_format for JSON',
 }
-READ_OF_MESSAGES = ("role", "content", "name")
-NO_JSON = "invalid_json"
+MESSAGE_FIELDS = ("role", "content", "name")
+INVALID_JSON = "invalid_json"
 
 
 def _invalid(error: RequestValidationError) -> APIError:
-    """A wrong part of a path."""
+    """The 400 response for an invalid path parameter."""
     first = error.errors()[0]
     where = str(first["loc"][-1])
     return APIError(400, f"{where}: {first['msg']}", param=where)

@@ -1,6 +1,7 @@
-"""What a proxy passes on: targets and headers as they came, and events of streams, whole ones.
+"""Forward HTTP requests to a replica and its responses to the client, unchanged.
 
-What the client library would change is refused.
+Paths, headers and bodies stay as they are; server-sent events are forwarded whole. What the client
+library (aiohttp) would change is refused.
 """
 
 import json
@@ -14,25 +15,25 @@ from yarl import URL
 
 from kvfold.server.errors import APIError
 
-Pairs = list[tuple[bytes, bytes]]
-# Headers of one connection (RFC 9110, 7.6.1), and those that are written anew.
-OF_CONNECTION = {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"upgrade"}
-OF_CONNECTION |= {b"transfer-encoding", b"proxy-authenticate", b"proxy-authorization", b"expect"}
-OF_REQUEST = OF_CONNECTION | {b"host", b"content-length"}
-OF_REQUEST |= {b"accept-encoding"}  # an error could not be added to a compressed stream
-OF_ANSWER = OF_CONNECTION | {b"content-length", b"date"}  # the date is uvicorn's
+Headers = list[tuple[bytes, bytes]]
+# Hop-by-hop headers (RFC 9110, 7.6.1), and headers that are set anew.
+HOP_BY_HOP = {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"upgrade"}
+HOP_BY_HOP |= {b"transfer-encoding", b"proxy-authenticate", b"proxy-authorization", b"expect"}
+DROPPED_FROM_REQUEST = HOP_BY_HOP | {b"host", b"content-length"}
+DROPPED_FROM_REQUEST |= {b"accept-encoding"}  # no error event fits into a compressed stream
+DROPPED_FROM_RESPONSE = HOP_BY_HOP | {b"content-length", b"date"}  # uvicorn sets the date
 CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 LAST_EVENT = re.compile(rb"data: ?\[DONE\]\s*\Z")
-ENDS_WITH_DONE = ("/v1/completions", "/v1/chat/completions")  # streams of others end as they like
+ENDS_WITH_DONE = ("/v1/completions", "/v1/chat/completions")  # paths whose streams end with [DONE]
 
 
-class Cut(aiohttp.ClientPayloadError):
-    """An answer that ended too early, or cannot be passed on, of a replica that is alive."""
+class BrokenResponse(aiohttp.ClientPayloadError):
+    """A response that ended early or cannot be forwarded, although its replica is alive."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Passed:
-    """A request as replicas get it. path, query: as the client sent them."""
+class ForwardedRequest:
+    """A request as it is sent to a replica. path, query: as the client sent them, still encoded."""
 
     method: str
     path: str
@@ -41,9 +42,12 @@ class Passed:
     body: bytes
 
     @classmethod
-    async def of(cls, request: Request) -> "Passed":
-        """Raises APIError for what aiohttp would change, and for a path that is none: the route
-        matches the path without its %2F, which no replica is asked for."""
+    async def from_request(cls, request: Request) -> "ForwardedRequest":
+        """Read a request from a client.
+
+        Raises APIError for what aiohttp would change, and for a path that begins with %2F: it is
+        not valid, although the router's route matches it decoded.
+        """
         scope = request.scope
         path, query = scope["raw_path"].decode("ascii"), scope["query_string"].decode("ascii")
         if not path.startswith("/"):
@@ -51,14 +55,14 @@ class Passed:
         if "#" in path + query:
             raise APIError(400, "the target of the request has a #; send %23 for it")
         headers = [
-            (name.decode(), _text_of(name, value))
-            for name, value in _without(scope["headers"], OF_REQUEST)
+            (name.decode(), _header_text(name, value))
+            for name, value in _without(scope["headers"], DROPPED_FROM_REQUEST)
         ]
         body = await request.body()
         return cls(method=request.method, path=path, query=query, headers=headers, body=body)
 
     def url(self, replica: str) -> URL:
-        """Where to ask: the host is the replica's, whatever the path holds."""
+        """The URL at a replica. Its host is the replica's, whatever the path contains."""
         base = URL(replica)
         return URL.build(
             scheme=base.scheme,
@@ -69,8 +73,8 @@ class Passed:
         )
 
 
-def _text_of(name: bytes, value: bytes) -> str:
-    """A header's value for aiohttp, which writes it in UTF-8. Raises APIError."""
+def _header_text(name: bytes, value: bytes) -> str:
+    """A header's value as text, which aiohttp sends as UTF-8. Raises APIError."""
     if CONTROL.search(value):
         raise _header_error(name, "a control character")
     try:
@@ -79,73 +83,77 @@ def _text_of(name: bytes, value: bytes) -> str:
         raise _header_error(name, "bytes that are not UTF-8") from None
 
 
-def _header_error(name: bytes, what: str) -> APIError:
-    message = f"the header {name.decode()} holds {what}; send text in UTF-8"
+def _header_error(name: bytes, problem: str) -> APIError:
+    message = f"the header {name.decode()} holds {problem}; send text in UTF-8"
     return APIError(400, message, code="invalid_header")
 
 
-def answer_headers(answer: aiohttp.ClientResponse) -> Pairs:
-    """An answer's headers as they came. Raises Cut for what no server can send."""
-    for name, value in answer.raw_headers:
+def response_headers(response: aiohttp.ClientResponse) -> Headers:
+    """The headers of a response, unchanged. Raises BrokenResponse for values that no server can
+    send."""
+    for name, value in response.raw_headers:
         if CONTROL.search(value):
-            raise Cut(f"its header {name.decode()} holds a control character")
-    return _without(((name.lower(), value) for name, value in answer.raw_headers), OF_ANSWER)
+            raise BrokenResponse(f"its header {name.decode()} holds a control character")
+    return _without(
+        ((name.lower(), value) for name, value in response.raw_headers), DROPPED_FROM_RESPONSE
+    )
 
 
-def _without(headers: Iterable[tuple[bytes, bytes]], names: set[bytes]) -> Pairs:
-    """Headers but those of `names`, and those that the header Connection names."""
-    pairs = list(headers)
-    named = [value for name, value in pairs if name == b"connection"]
-    left_out = names | {x.strip().lower() for x in b",".join(named).split(b",")}
-    return [(name, value) for name, value in pairs if name not in left_out]
+def _without(headers: Iterable[tuple[bytes, bytes]], names: set[bytes]) -> Headers:
+    """Headers except `names` and those that the header Connection lists."""
+    all_headers = list(headers)
+    connection = [value for name, value in all_headers if name == b"connection"]
+    dropped = names | {x.strip().lower() for x in b",".join(connection).split(b",")}
+    return [(name, value) for name, value in all_headers if name not in dropped]
 
 
-def length_header(answer: aiohttp.ClientResponse, body: bytes) -> Pairs:
-    """The Content-Length of an answer that was read whole. One without a body keeps what it says of
-    the body that it would have."""
-    if answer.method == "HEAD" or answer.status in (204, 304):
-        stated = answer.headers.get("Content-Length")
+def length_header(response: aiohttp.ClientResponse, body: bytes) -> Headers:
+    """The Content-Length of a response that was read whole. A response without a body (HEAD, 204,
+    304) keeps the length that it states."""
+    if response.method == "HEAD" or response.status in (204, 304):
+        stated = response.headers.get("Content-Length")
         return [] if stated is None else [(b"content-length", stated.encode())]
     return [(b"content-length", str(len(body)).encode())]
 
 
-async def read_whole(answer: aiohttp.ClientResponse) -> bytes:
-    """The body. Raises Cut where its length is not stated and it is no whole JSON."""
-    body = await answer.read()
-    stated = "Content-Length" in answer.headers or "Transfer-Encoding" in answer.headers
-    if not stated and answer.content_type == "application/json" and answer.method != "HEAD":
+async def read_body(response: aiohttp.ClientResponse) -> bytes:
+    """Read a response's body. Raises BrokenResponse if its length is not stated and it is
+    incomplete JSON."""
+    body = await response.read()
+    stated = "Content-Length" in response.headers or "Transfer-Encoding" in response.headers
+    if not stated and response.content_type == "application/json" and response.method != "HEAD":
         try:
             json.loads(body)
         except ValueError:
-            raise Cut(f"its JSON ended after {len(body)} bytes") from None
+            raise BrokenResponse(f"its JSON ended after {len(body)} bytes") from None
     return body
 
 
 class Events(AsyncIterator[bytes]):
-    """Server-sent events of an answer as they come, one or several whole ones at a time.
+    """Server-sent events of a response as they arrive: one or more complete events at a time.
 
-    Raises Cut where a stream of OpenAI's ends without [DONE], in place of what is left of it.
+    Raises BrokenResponse, instead of the incomplete rest, if an OpenAI stream ends without [DONE].
     """
 
-    def __init__(self, answer: aiohttp.ClientResponse) -> None:
-        self._content = answer.content
-        self._needs_done = answer.status == 200 and answer.url.path.endswith(ENDS_WITH_DONE)
-        self._pending = bytearray()  # of an event that is not whole yet
+    def __init__(self, response: aiohttp.ClientResponse) -> None:
+        self._content = response.content
+        self._needs_done = response.status == 200 and response.url.path.endswith(ENDS_WITH_DONE)
+        self._pending = bytearray()  # the beginning of an incomplete event
         self._done = False
 
     async def __anext__(self) -> bytes:
-        while piece := await self._content.readany():
+        while data := await self._content.readany():
             searched = max(0, len(self._pending) - 3)
-            self._pending += piece
+            self._pending += data
             if end := _end_of_events(self._pending, searched):
-                return self._take(end)
+                return self._take_events(end)
         if self._needs_done and not (self._done or LAST_EVENT.search(self._pending[-64:])):
-            raise Cut("its stream ended without [DONE]")
+            raise BrokenResponse("its stream ended without [DONE]")
         if not self._pending:
             raise StopAsyncIteration
-        return self._take(len(self._pending))
+        return self._take_events(len(self._pending))
 
-    def _take(self, size: int) -> bytes:
+    def _take_events(self, size: int) -> bytes:
         events = bytes(self._pending[:size])
         del self._pending[:size]
         self._done = LAST_EVENT.search(events[-64:]) is not None
@@ -153,6 +161,7 @@ class Events(AsyncIterator[bytes]):
 
 
 def _end_of_events(data: bytearray, start: int) -> int:
-    """Where the last whole event ends; 0: there is none. start: nothing ends before it."""
-    ends = ((data.rfind(blank, start), len(blank)) for blank in (b"\n\n", b"\r\n\r\n"))
+    """Where the last complete event in `data` ends; 0 if there is none. start: no event ends before
+    it."""
+    ends = ((data.rfind(separator, start), len(separator)) for separator in (b"\n\n", b"\r\n\r\n"))
     return max(place + length if place >= 0 else 0 for place, length in ends)

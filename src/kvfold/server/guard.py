@@ -1,4 +1,5 @@
-"""What surrounds any route: who may ask, how much, how slowly, and whether anybody still waits."""
+"""Checks of every request, whatever its route: API key, body size, time limits, client
+disconnects."""
 
 import asyncio
 import hmac
@@ -16,11 +17,11 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 T = TypeVar("T")
-OPEN = ("/health", "/", "/docs", "/openapi.json")  # asked by what has no key
+OPEN = ("/health", "/", "/docs", "/openapi.json")  # paths that need no API key
 
 
 class HeadAsGet:
-    """An ASGI application around another: answers HEAD as GET; uvicorn leaves out the body."""
+    """ASGI middleware that answers HEAD as GET; uvicorn leaves out the body."""
 
     def __init__(self, app: Any) -> None:
         self.app = app
@@ -32,23 +33,23 @@ class HeadAsGet:
 
 
 class Guard:
-    """An ASGI application before another: API key, bytes of a body, time to send it, and time for
-    the client to read what it asked for.
+    """ASGI middleware that checks the API key, the size of a body and the time to send it, and
+    drops clients that do not read their response.
 
-    key: None lets everyone in.
+    key: the API key; None: no key is needed.
     """
 
     def __init__(self, app: Any, limits: Limits, key: str | None) -> None:
         self.app, self.limits = app, limits
         self.secret = None if key is None else key.encode()
-        self._size = 0  # bytes of all bodies that came and were not read yet
+        self._size = 0  # bytes of all bodies received and not read by a route yet
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         slow = False
 
-        async def patient(message: Message) -> None:
+        async def send_in_time(message: Message) -> None:
             nonlocal slow
             try:
                 async with asyncio.timeout(self.limits.send_seconds):
@@ -61,20 +62,20 @@ class Guard:
             self._check_key(scope)
             bodies = [await self._body(scope, receive)]
         except APIError as error:
-            return await error.response(scope, receive, patient)
+            return await error.response(scope, receive, send_in_time)
         try:
-            await self.app(scope, self._replayed(bodies, receive), patient)
+            await self.app(scope, self._replayed(bodies, receive), send_in_time)
         except BaseException as error:
             if not slow or isinstance(error, asyncio.CancelledError):
-                raise  # else it reads nothing, so that nothing can be told
+                raise  # not for a slow client: it would not read an error either
         finally:
-            self._take(bodies)
+            self._take_body(bodies)
 
     def _check_key(self, scope: Message) -> None:
         if self.secret is None or scope["path"] in OPEN:
             return
-        kind, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        right = hmac.compare_digest(given.strip().encode("latin-1"), self.secret)
+        kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        right = hmac.compare_digest(key.strip().encode("latin-1"), self.secret)
         if kind.lower() != "bearer" or not right:
             raise APIError(
                 401,
@@ -84,19 +85,21 @@ class Guard:
             )
 
     async def _body(self, scope: Message, receive: Receive) -> bytes:
-        """The whole body. Raises APIError where it is too long or too late.
+        """Read the whole body. Raises APIError if it is too long or takes too long.
 
-        As much again is read and dropped before a refusal, which whoever still sends when the
-        connection is closed may never read; a client that waits to be asked is told at once."""
+        Up to `max_body` bytes more are read and dropped before the error is sent: a client that is
+        still sending when the connection closes may never read it. A client that waits for "100
+        Continue" gets the error at once.
+        """
         headers, most = Headers(scope=scope), self.limits.max_body
         length = headers.get("content-length", "")
         if "expect" in headers and re.fullmatch("[0-9]{1,18}", length):
             self._check_size(int(length))
-        parts, size, more = [], 0, True
-        whole = False
+        parts, size, more_body = [], 0, True
+        complete = False
         try:
             async with asyncio.timeout(self.limits.body_seconds):
-                while more and size <= 2 * most:
+                while more_body and size <= 2 * most:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise APIError(400, "the client left while it sent its request")
@@ -106,33 +109,34 @@ class Guard:
                         parts.append(part)
                         self._size += len(part)
                         self._check_room()
-                    more = message.get("more_body", False)
+                    more_body = message.get("more_body", False)
             self._check_size(size)
-            whole = True
+            complete = True
         except TimeoutError:
             raise APIError(
                 408, f"the body took over {self.limits.body_seconds} s to arrive", headers=CLOSE
             ) from None
         finally:
-            if not whole:
+            if not complete:
                 self._size -= sum(map(len, parts))
         return b"".join(parts)
 
-    def _take(self, bodies: list[bytes]) -> bytes:
-        """The body, where nobody took it yet. Nothing here holds it after that."""
+    def _take_body(self, bodies: list[bytes]) -> bytes:
+        """The body, or b"" if it was taken already. It is not held here afterwards."""
         body = bodies.pop() if bodies else b""
         self._size -= len(body)
         return body
 
     def _replayed(self, bodies: list[bytes], receive: Receive) -> Receive:
-        """`receive` of a body that was read already."""
+        """A `receive` that returns the body, which was read already, and then continues with
+        `receive`."""
 
-        async def again() -> Message:
+        async def replay() -> Message:
             if not bodies:
                 return await receive()
-            return {"type": "http.request", "body": self._take(bodies), "more_body": False}
+            return {"type": "http.request", "body": self._take_body(bodies), "more_body": False}
 
-        return again
+        return replay
 
     def _check_room(self) -> None:
         if self._size > self.limits.max_bodies:
@@ -157,19 +161,22 @@ class Guard:
 CLOSE = {"Connection": "close"}
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns; it is cancelled when the client leaves."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
+async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client disconnects.
+
+    Raises APIError (499) then.
+    """
+    task, disconnected = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, disconnected), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise APIError(499, "the client left")
         return task.result()
     finally:
         task.cancel()
-        gone.cancel()
+        disconnected.cancel()
 
 
-async def _gone(request: Request) -> None:
+async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass

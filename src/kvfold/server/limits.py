@@ -1,4 +1,5 @@
-"""What a server lets its clients do, and how a router spreads them. Imports no server."""
+"""Settings of `kvfold serve` and `kvfold route`: limits per client, and load balancing. Imports no
+web framework."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,32 +11,32 @@ Pick = Literal["shortest", "round-robin"]
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Bounds of requests, of their number and of time. Raises ValueError."""
+    """Bounds on the number, size and duration of requests. Raises ValueError."""
 
     max_queue: int = setting(
-        256, "Choices that wait beside those that run; more get a 429.", least=0
+        256, "Choices that may wait while others run; further ones get a 429.", least=0
     )
-    max_choices: int = setting(64, "Choices of a request: its prompts times n.", least=1)
-    max_body: int = setting(8 * 2**20, "Bytes of a request.", least=1024)
-    max_stops: int = setting(16, "Stop strings of a request, of 1024 characters at most.", least=0)
-    max_logprobs: int = setting(20, "Likeliest tokens reported beside each.", least=0)
-    request_seconds: float = setting(600, "Most time for a request's answer.", above=0)
+    max_choices: int = setting(64, "Choices of one request: its prompts times n.", least=1)
+    max_body: int = setting(8 * 2**20, "Bytes of a request body.", least=1024)
+    max_stops: int = setting(
+        16, "Stop strings of a request, of at most 1024 characters each.", least=0
+    )
+    max_logprobs: int = setting(20, "Alternatives that logprobs reports per token.", least=0)
+    request_seconds: float = setting(600, "Seconds until a request is answered in full.", above=0)
     max_connections: int = setting(
-        1024, "Open at once; fewer where the system allows fewer descriptors.", least=1
+        1024, "Open connections; fewer if the system allows fewer file descriptors.", least=1
     )
     max_bodies: int = setting(
-        128 * 2**20, "Bytes of all requests that are being sent; more get a 503.", least=1024
+        128 * 2**20, "Bytes of all request bodies being received; more get a 503.", least=1024
     )
     head_seconds: float = setting(
-        10, "Most time to send the head of a request, and for a connection without one.", above=0
+        10, "Seconds to send a request's headers, and for a connection to be idle.", above=0
     )
-    body_seconds: float = setting(30, "Most time to send a request.", above=0)
+    body_seconds: float = setting(30, "Seconds to send a request body.", above=0)
     send_seconds: float = setting(
-        30, "Most time that a client may leave what it is sent unread.", above=0
+        30, "Seconds that a client may leave its response unread.", above=0
     )
-    drain_seconds: int = setting(
-        30, "After SIGTERM, most time for what is open to be answered.", least=0
-    )
+    drain_seconds: int = setting(30, "Seconds after SIGTERM to answer open requests.", least=0)
 
     def __post_init__(self) -> None:
         check(self)
@@ -43,14 +44,17 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Balance:
-    """How requests are spread. Raises SettingError."""
+    """How the router spreads requests over replicas. Raises SettingError."""
 
     pick: Pick = setting(
-        "shortest", "Who is asked: whoever has the fewest requests from here, or each in turn."
+        "shortest",
+        "Which replica gets a request: the one with the fewest open requests, or each in turn.",
     )
-    check_seconds: float = setting(1.0, "Between two looks at a replica's /health.", above=0)
+    check_seconds: float = setting(
+        1.0, "Seconds between two checks of a replica's /health.", above=0
+    )
     retries: int = setting(
-        2, "Other replicas that are asked where one is lost before its answer begins.", least=0
+        2, "Other replicas to try if one is lost before its response begins.", least=0
     )
 
     def __post_init__(self) -> None:

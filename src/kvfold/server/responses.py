@@ -1,4 +1,4 @@
-"""Answers in OpenAI's form, whole or as server-sent events."""
+"""JSON responses in OpenAI's format, whole or as server-sent events."""
 
 import asyncio
 import time
@@ -14,13 +14,13 @@ from kvfold.engine.api.llm import completion_of
 from kvfold.engine.requests.request import FinishReason, StepOutput, TokenLogprobs
 from kvfold.server.errors import APIError
 from kvfold.server.protocol import ChatBody, CompletionBody, StreamOptions
-from kvfold.server.service import Choices, Echo, Service
+from kvfold.server.service import ChoiceStream, EchoedPrompt, Service
 from kvfold.server.token_texts import Offsets, TokenTexts, utf8
 from kvfold.utils.tokens import leading_tokens
 
 Json = dict[str, Any]
-LEAST = -9999.0  # log-probability of what cannot be; JSON has no infinity
-REASONS: Mapping[FinishReason, str] = {
+MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have
+FINISH_REASONS: Mapping[FinishReason, str] = {
     "eos": "stop",
     "stop": "stop",
     "length": "length",
@@ -29,19 +29,22 @@ REASONS: Mapping[FinishReason, str] = {
 }
 
 
-class Reply:
-    """One request's answer. Subclasses write a choice, `part`: of a stream, or of the whole."""
+class GenerationResponse:
+    """The response to one request for text. Subclasses format a choice for completions or chats."""
 
     prefix: str
-    kind: str
-    chunk_kind: str
+    object_type: str
+    chunk_type: str
 
-    def __init__(self, service: Service, body: CompletionBody | ChatBody, choices: Choices) -> None:
+    def __init__(
+        self, service: Service, body: CompletionBody | ChatBody, choices: ChoiceStream
+    ) -> None:
         self.service, self.body, self.choices = service, body, choices
         self.head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time())}
         self.head |= {"model": service.name}
         self.num_outputs = [0] * len(choices.requests)
-        self.status: int | None = None  # of HTTP, as if known before the answer began; None: open
+        # HTTP status that the response would have if its end were known at its start; None: open.
+        self.status: int | None = None
         self._texts: TokenTexts | None = None
 
     @property
@@ -51,10 +54,10 @@ class Reply:
 
     @property
     def usage(self) -> Json:
-        """Tokens until now. A prompt counts once however many choices it has."""
+        """Token counts so far. A prompt counts once, however many choices it has."""
         requests = self.choices.requests
-        prompt = sum(x.num_prompt for x in requests[:: self.body.choices])
-        cached = sum(x.num_cached for x in requests[:: self.body.choices])
+        prompt = sum(x.num_prompt for x in requests[:: self.body.num_choices])
+        cached = sum(x.num_cached for x in requests[:: self.body.num_choices])
         outputs = sum(self.num_outputs)
         return {
             "prompt_tokens": prompt,
@@ -64,29 +67,33 @@ class Reply:
             "evicted_tokens": round(sum(x.num_evicted for x in requests)),
         }
 
-    async def whole(self) -> bytes:
-        """JSON, made beside the event loop: it may be of many megabytes."""
-        found: list[list[StepOutput]] = [[] for _ in self.choices.requests]
-        async for number, output in self.choices:
-            found[number].append(output)
-            self.num_outputs[number] += len(output.token_ids)
-        content = await asyncio.to_thread(self._whole, found)
+    async def json_body(self) -> bytes:
+        """The whole response as JSON, encoded in another thread because it may have many
+        megabytes."""
+        outputs: list[list[StepOutput]] = [[] for _ in self.choices.requests]
+        async for index, output in self.choices:
+            outputs[index].append(output)
+            self.num_outputs[index] += len(output.token_ids)
+        content = await asyncio.to_thread(self._encode_body, outputs)
         self.status = 200
         return content
 
-    def _whole(self, outputs: list[list[StepOutput]]) -> bytes:
+    def _encode_body(self, outputs: list[list[StepOutput]]) -> bytes:
         choices = [
-            msgspec.Raw(_json(self.choice(number, _joined(one), whole=True)))
-            for number, one in enumerate(outputs)  # one after another: texts are short, dicts not
+            # Encoded one by one: a choice's dict takes far more memory than its text.
+            msgspec.Raw(_json(self.choice(index, _join_outputs(choice_outputs), streamed=False)))
+            for index, choice_outputs in enumerate(outputs)
         ]
-        return _json({**self.head, "object": self.kind, "choices": choices, "usage": self.usage})
+        return _json(
+            {**self.head, "object": self.object_type, "choices": choices, "usage": self.usage}
+        )
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Server-sent events; what fails is told in one, before the last."""
+        """The response as server-sent events. An error is sent as the last event before [DONE]."""
         try:
             async with aclosing(self._chunks()) as chunks:
                 async for chunk in chunks:
-                    yield _event({**self.head, "object": self.chunk_kind, **chunk})
+                    yield _event({**self.head, "object": self.chunk_type, **chunk})
             self.status = 200
         except APIError as error:
             self.status = error.status
@@ -97,172 +104,188 @@ class Reply:
 
     async def _chunks(self) -> AsyncGenerator[Json, None]:
         options = self.body.stream_options or StreamOptions()
-        always = options.include_usage and options.continuous_usage_stats
-        for choice in self.opening():
+        with_usage = options.include_usage and options.continuous_usage_stats
+        for choice in self.opening_choices():
             yield {"choices": [choice]}
-        async for number, output in self.choices:
-            self.num_outputs[number] += len(output.token_ids)
-            told = output.token_ids if self.body.return_token_ids else output.logprobs
-            if not (output.text or told or output.finish_reason):
-                continue  # held back, until it is known how it reads
+        async for index, output in self.choices:
+            self.num_outputs[index] += len(output.token_ids)
+            content = output.token_ids if self.body.return_token_ids else output.logprobs
+            if not (output.text or content or output.finish_reason):
+                continue  # incomplete characters, or text that may be part of a stop string
             if output.prompt_logprobs:
-                choice = await asyncio.to_thread(self.choice, number, output, whole=False)
+                choice = await asyncio.to_thread(self.choice, index, output, streamed=True)
             else:
-                choice = self.choice(number, output, whole=False)
-            yield {"choices": [choice], **({"usage": self.usage} if always else {})}
+                choice = self.choice(index, output, streamed=True)
+            yield {"choices": [choice], **({"usage": self.usage} if with_usage else {})}
         if options.include_usage:
             yield {"choices": [], "usage": self.usage}
 
-    def opening(self) -> list[Json]:
-        """Choices before the first tokens."""
+    def opening_choices(self) -> list[Json]:
+        """Choices of the first chunk, before any token."""
         return []
 
-    def choice(self, number: int, output: StepOutput, *, whole: bool) -> Json:
+    def choice(self, index: int, output: StepOutput, *, streamed: bool) -> Json:
+        """One choice of the response, or of a chunk of the stream."""
         reason = output.finish_reason
-        found = {
-            "index": number,
-            **self.content(number, output.text, whole=whole),
-            "logprobs": None if output.logprobs is None else self.logprobs(number, output),
-            "finish_reason": None if reason is None else REASONS[reason],
+        choice = {
+            "index": index,
+            **self.content(index, output.text, streamed=streamed),
+            "logprobs": None if output.logprobs is None else self.logprobs(index, output),
+            "finish_reason": None if reason is None else FINISH_REASONS[reason],
         }
         if self.body.return_token_ids:
-            found["token_ids"] = list(output.token_ids)
-        return found
+            choice["token_ids"] = list(output.token_ids)
+        return choice
 
-    def content(self, number: int, text: str, *, whole: bool) -> Json:
+    def content(self, index: int, text: str, *, streamed: bool) -> Json:
+        """The fields of a choice that hold its text."""
         raise NotImplementedError
 
-    def logprobs(self, number: int, output: StepOutput) -> Json:
+    def logprobs(self, index: int, output: StepOutput) -> Json:
         raise NotImplementedError
 
 
-class CompletionReply(Reply):
-    """echoed: of every prompt; or none."""
+class CompletionResponse(GenerationResponse):
+    """echoed: the text of every prompt, if the client wants it echoed; otherwise empty."""
 
-    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+    prefix, object_type, chunk_type = "cmpl", "text_completion", "text_completion"
     body: CompletionBody
 
     def __init__(
-        self, service: Service, body: CompletionBody, choices: Choices, echoed: list[Echo]
+        self,
+        service: Service,
+        body: CompletionBody,
+        choices: ChoiceStream,
+        echoed: list[EchoedPrompt],
     ) -> None:
         super().__init__(service, body, choices)
-        self._echoed = [echo for echo in echoed for _ in range(body.choices)]
-        self._shown: set[int] = set()  # choices whose prompt was
-        self._offsets: dict[int, Offsets] = {}  # of outputs
+        self._echoed = [echo for echo in echoed for _ in range(body.num_choices)]
+        self._shown: set[int] = set()  # choices whose prompt has been sent
+        self._offsets: dict[int, Offsets] = {}  # of each choice's output tokens
 
-    def content(self, number: int, text: str, *, whole: bool) -> Json:
-        if self._echoed and number not in self._shown:
-            self._shown.add(number)
-            text = self._echoed[number].text + text
+    def content(self, index: int, text: str, *, streamed: bool) -> Json:
+        if self._echoed and index not in self._shown:
+            self._shown.add(index)
+            text = self._echoed[index].text + text
         return {"text": text}
 
-    def choice(self, number: int, output: StepOutput, *, whole: bool) -> Json:
-        found = super().choice(number, output, whole=whole)
+    def choice(self, index: int, output: StepOutput, *, streamed: bool) -> Json:
+        choice = super().choice(index, output, streamed=streamed)
         if self.body.prompt_logprobs is not None:
-            found["prompt_logprobs"] = self._of_prompt(number, output)
-        return found
+            choice["prompt_logprobs"] = self._prompt_logprobs(index, output)
+        return choice
 
-    def _of_prompt(self, number: int, output: StepOutput) -> list[dict[int, Json] | None]:
-        """vLLM's form: of every token of the prompt, the first of which has none."""
-        most = self.body.prompt_logprobs
-        _, *told = self._prompt(number)
-        found: list[dict[int, Json] | None] = [None]
-        for token, scored in zip(told, output.prompt_logprobs or (), strict=True):
-            each = {
-                id: self._told(id, value, rank)
-                for rank, (id, value) in enumerate(scored.top[:most], 1)
+    def _prompt_logprobs(self, index: int, output: StepOutput) -> list[dict[int, Json] | None]:
+        """Log-probabilities of the prompt's tokens in vLLM's format; None for the first one."""
+        num_top = self.body.prompt_logprobs
+        _, *tokens = self._prompt_tokens(index)
+        entries: list[dict[int, Json] | None] = [None]
+        for token, logprobs in zip(tokens, output.prompt_logprobs or (), strict=True):
+            top = {
+                id: self._prompt_logprob(id, value, rank)
+                for rank, (id, value) in enumerate(logprobs.top[:num_top], 1)
             }
-            found.append(each | {token: self._told(token, scored.chosen, scored.rank)})
-        return found
+            chosen = self._prompt_logprob(token, logprobs.chosen, logprobs.rank)
+            entries.append(top | {token: chosen})
+        return entries
 
-    def _told(self, token: int, logprob: float, rank: int | None) -> Json:
+    def _prompt_logprob(self, token: int, logprob: float, rank: int | None) -> Json:
         text = self.texts.of(token)
-        return {"logprob": _finite(logprob), "rank": rank, "decoded_token": text}
+        return {"logprob": _clamp(logprob), "rank": rank, "decoded_token": text}
 
-    def _prompt(self, number: int) -> list[int]:
-        request = self.choices.requests[number]
+    def _prompt_tokens(self, index: int) -> list[int]:
+        request = self.choices.requests[index]
         return request.token_ids[: request.num_prompt]
 
-    def logprobs(self, number: int, output: StepOutput) -> Json:
-        found: Json = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+    def logprobs(self, index: int, output: StepOutput) -> Json:
+        columns: Json = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
         if self._echoed and output.prompt_logprobs is not None:
-            scores = (None, *output.prompt_logprobs)
-            tokens = zip(self._prompt(number), self._prompt_offsets(number), scores, strict=True)
-            for token, offset, scored in tokens:
-                self._add(found, token, offset, scored)
-        offsets = self._output_offsets(number)
-        for token, logprobs in _pairs(output):
-            self._add(found, token, offsets.add(token), logprobs)
-        return found
+            prompt_logprobs = (None, *output.prompt_logprobs)
+            tokens = zip(
+                self._prompt_tokens(index),
+                self._prompt_offsets(index),
+                prompt_logprobs,
+                strict=True,
+            )
+            for token, offset, token_logprobs in tokens:
+                self._add_token(columns, token, offset, token_logprobs)
+        offsets = self._output_offsets(index)
+        for token, logprobs in _tokens_with_logprobs(output):
+            self._add_token(columns, token, offsets.add(token), logprobs)
+        return columns
 
-    def _prompt_offsets(self, number: int) -> Iterator[int]:
-        """Where the tokens of a prompt begin in its text. Those that the tokenizer put in front of
-        a text are no part of it, and no special token is one of a text of token ids."""
-        echo, prompt = self._echoed[number], self._prompt(number)
+    def _prompt_offsets(self, index: int) -> Iterator[int]:
+        """Offsets of a prompt's tokens in its text.
+
+        Special tokens that the tokenizer added in front of a text are not part of that text. If the
+        client sent token ids, the text leaves out special tokens.
+        """
+        echo, prompt = self._echoed[index], self._prompt_tokens(index)
         tokenizer = self.service.tokenizer
-        first = len(leading_tokens(tokenizer)) if echo.typed else 0
-        offsets = Offsets(decoder_of(tokenizer, skip_special_tokens=not echo.typed))
-        for index, token in enumerate(prompt):
-            yield min(offsets.add(token) if index >= first else 0, len(echo.text))
+        first = len(leading_tokens(tokenizer)) if echo.from_text else 0
+        offsets = Offsets(decoder_of(tokenizer, skip_special_tokens=not echo.from_text))
+        for position, token in enumerate(prompt):
+            yield min(offsets.add(token) if position >= first else 0, len(echo.text))
 
-    def _output_offsets(self, number: int) -> Offsets:
-        if number not in self._offsets:
-            begun = len(self._echoed[number].text) if self._echoed else 0
+    def _output_offsets(self, index: int) -> Offsets:
+        if index not in self._offsets:
+            start_offset = len(self._echoed[index].text) if self._echoed else 0
             decode = decoder_of(self.service.tokenizer, self.body.skip_special_tokens is not False)
-            self._offsets[number] = Offsets(decode, self._prompt(number), begun)
-        return self._offsets[number]
+            self._offsets[index] = Offsets(decode, self._prompt_tokens(index), start_offset)
+        return self._offsets[index]
 
-    def _add(self, found: Json, token: int, offset: int, of: TokenLogprobs | None) -> None:
-        """A token, of which None is known where nothing came before it."""
+    def _add_token(
+        self, columns: Json, token: int, offset: int, logprobs: TokenLogprobs | None
+    ) -> None:
+        """Append a token to the columns of `logprobs`. logprobs: None for a prompt's first
+        token."""
         text = self.texts.of(token)
-        found["tokens"].append(text)
-        found["text_offset"].append(offset)
-        if of is None:
-            found["token_logprobs"].append(None)
-            found["top_logprobs"].append(None)
+        columns["tokens"].append(text)
+        columns["text_offset"].append(offset)
+        if logprobs is None:
+            columns["token_logprobs"].append(None)
+            columns["top_logprobs"].append(None)
             return
-        found["token_logprobs"].append(_finite(of.chosen))
-        likeliest = {
-            self.texts.of(id): _finite(value) for id, value in of.top[: self.body.logprobs]
-        }
-        found["top_logprobs"].append({text: _finite(of.chosen)} | likeliest)
+        columns["token_logprobs"].append(_clamp(logprobs.chosen))
+        top = {self.texts.of(id): _clamp(value) for id, value in logprobs.top[: self.body.logprobs]}
+        columns["top_logprobs"].append({text: _clamp(logprobs.chosen)} | top)
 
 
-class ChatReply(Reply):
-    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+class ChatResponse(GenerationResponse):
+    prefix, object_type, chunk_type = "chatcmpl", "chat.completion", "chat.completion.chunk"
     body: ChatBody
 
-    def opening(self) -> list[Json]:
-        said = {"role": "assistant", "content": ""}
+    def opening_choices(self) -> list[Json]:
+        delta = {"role": "assistant", "content": ""}
         return [
-            {"index": i, "delta": said, "logprobs": None, "finish_reason": None}
+            {"index": i, "delta": delta, "logprobs": None, "finish_reason": None}
             for i in range(len(self.choices.requests))
         ]
 
-    def content(self, number: int, text: str, *, whole: bool) -> Json:
-        if whole:
-            return {"message": {"role": "assistant", "content": text}}
-        return {"delta": {"content": text} if text else {}}
+    def content(self, index: int, text: str, *, streamed: bool) -> Json:
+        if streamed:
+            return {"delta": {"content": text} if text else {}}
+        return {"message": {"role": "assistant", "content": text}}
 
-    def logprobs(self, number: int, output: StepOutput) -> Json:
+    def logprobs(self, index: int, output: StepOutput) -> Json:
         return {
             "content": [
                 self._entry(token, logprobs.chosen)
                 | {"top_logprobs": [self._entry(*pair) for pair in logprobs.top]}
-                for token, logprobs in _pairs(output)
+                for token, logprobs in _tokens_with_logprobs(output)
             ]
         }
 
     def _entry(self, token: int, logprob: float) -> Json:
         text = self.texts.of(token)
-        return {"token": text, "logprob": _finite(logprob), "bytes": utf8(text)}
+        return {"token": text, "logprob": _clamp(logprob), "bytes": utf8(text)}
 
 
-def _pairs(output: StepOutput) -> "zip[tuple[int, TokenLogprobs]]":
+def _tokens_with_logprobs(output: StepOutput) -> "zip[tuple[int, TokenLogprobs]]":
     return zip(output.token_ids, output.logprobs or (), strict=True)
 
 
-def _joined(outputs: list[StepOutput]) -> StepOutput:
+def _join_outputs(outputs: list[StepOutput]) -> StepOutput:
     done = completion_of(outputs)
     return StepOutput(
         id=outputs[-1].id,
@@ -274,8 +297,8 @@ def _joined(outputs: list[StepOutput]) -> StepOutput:
     )
 
 
-def _finite(logprob: float) -> float:
-    return max(logprob, LEAST)
+def _clamp(logprob: float) -> float:
+    return max(logprob, MIN_LOGPROB)
 
 
 _json = msgspec.json.encode
@@ -283,6 +306,6 @@ _json = msgspec.json.encode
 
 def _event(content: Json) -> bytes:
     content_bytes = _json(content)
-    for line_end in ("\x85", "\u2028", "\u2029"):  # as some clients have it
+    for line_end in ("\x85", "\u2028", "\u2029"):  # some clients split lines at these, too
         content_bytes = content_bytes.replace(line_end.encode(), b"\\u%04x" % ord(line_end))
     return b"data: " + content_bytes + b"\n\n"

@@ -1,4 +1,4 @@
-"""The server's process: a socket, uvicorn, and the end."""
+"""Run a server process: bind the socket, run uvicorn, shut down on signals."""
 
 import asyncio
 import os
@@ -16,38 +16,43 @@ from fastapi import FastAPI
 from kvfold.server.connections import Listener, limit_logs, protocol_of, raise_descriptors
 from kvfold.server.limits import Limits
 from kvfold.server.request_log import RequestLog
-from kvfold.server.shutdown import SECONDS, Ending
+from kvfold.server.shutdown import SECONDS, ShutdownResponses
 from kvfold.utils.errors import SettingError
 
 LOCAL = ("127.0.0.1", "::1", "localhost")
-INTERRUPTED = 130  # exit code of a second Ctrl-C
+INTERRUPTED = 130  # exit code after a second Ctrl-C
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that nobody else has, before a model is loaded for it. Raises ValueError."""
-    if not host.strip():  # the system takes it for every network's
+    """Bind a listening socket, before the model is loaded, so that a port in use fails at once.
+
+    Raises ValueError.
+    """
+    if not host.strip():  # the system would listen on every network
         raise SettingError("`host` is empty: give an address, such as 127.0.0.1, or leave it out")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    found = Listener(family)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = Listener(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        found.bind((host, port))
-    except (OSError, OverflowError, TypeError, UnicodeError) as error:  # of a name that is none
-        found.close()
+        listener.bind((host, port))
+    except (OSError, OverflowError, TypeError, UnicodeError) as error:  # also for invalid names
+        listener.close()
         raise ValueError(f"cannot listen at {host} port {port}: {error}; take another") from None
-    return found
+    return listener
 
 
 class Server(uvicorn.Server):
-    """uvicorn, which calls `ready` once clients can connect, not before, and says what it waits for
-    when it is told to stop. A second SIGINT ends the process within a second.
+    """uvicorn's server, with a callback and with messages for whoever runs it.
+
+    `ready` is called once clients can connect. On a signal it says how many requests it waits for.
+    A second SIGINT ends the process within a second.
     """
 
     def __init__(self, config: uvicorn.Config, ready: Callable[[], object]) -> None:
         super().__init__(config)
         self.ready = ready
-        self._loop: asyncio.AbstractEventLoop | None = None  # once clients can connect
-        self._stop_now: Coroutine[Any, Any, None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # None: clients cannot connect yet
+        self._stop_now: Coroutine[Any, Any, None] | None = None  # after a second SIGINT
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -55,7 +60,8 @@ class Server(uvicorn.Server):
         self.ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal begins to stop, a second SIGINT stops now, a third one at once."""
+        """Shut down gracefully on the first signal, within a second on a second SIGINT, and
+        immediately on a third."""
         if sig != signal.SIGINT or not self.should_exit:
             if not self.should_exit:
                 say(stopping(len(self.server_state.tasks), sig))
@@ -67,8 +73,10 @@ class Server(uvicorn.Server):
             os._exit(INTERRUPTED)
 
     async def _end_process(self) -> None:
-        """Tell clients that the server ends, and end the process. The engine's step is not waited
-        for, nor are threads that encode long texts."""
+        """Cancel all requests, so that their clients get an error, and end the process.
+
+        Neither the engine's current step nor threads that tokenize long texts are waited for.
+        """
         tasks = tuple(self.server_state.tasks)
         for task in tasks:
             task.cancel()
@@ -79,7 +87,7 @@ class Server(uvicorn.Server):
 
 
 def stopping(num_requests: int, sig: int) -> str:
-    """What a server says when a signal tells it to stop."""
+    """The message of a server that a signal tells to stop."""
     if not num_requests:
         return "stopping"
     requests = "1 request" if num_requests == 1 else f"{num_requests} requests"
@@ -93,11 +101,13 @@ def server_of(
     ready: Callable[[], object],
     log: Callable[[str], object] | None = None,
 ) -> Server:
-    """A server that answers what is open for a while when it is told to end, and tells the others
-    that it ends. log: is told a line for each request (None: nobody is)."""
-    ending = Ending(app)
+    """A uvicorn server that drains open requests at shutdown.
+
+    log: called with one line per request (None: no request log).
+    """
+    shutdown_app = ShutdownResponses(app)
     config = uvicorn.Config(
-        ending if log is None else RequestLog(ending, log),
+        shutdown_app if log is None else RequestLog(shutdown_app, log),
         http=protocol_of(limits),
         ws="none",
         log_level="warning",
@@ -112,7 +122,7 @@ def server_of(
 def run(
     app: FastAPI, listener: socket.socket, limits: Limits, *, log_requests: bool = False
 ) -> None:
-    """Serve until SIGINT or SIGTERM, and answer what is open; a second SIGINT ends the process."""
+    """Serve until SIGINT or SIGTERM, then drain open requests. A second SIGINT ends the process."""
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
@@ -122,11 +132,11 @@ def run(
     limit_logs()
     try:
         server.run(sockets=[listener])
-    except KeyboardInterrupt:  # raised again once all is answered
+    except KeyboardInterrupt:  # uvicorn raises the signal again after it has drained
         say("stopped")
 
 
 def say(line: str) -> None:
-    """Print a line to stderr. A disk that is full, or a pipe that is closed, ends no server."""
+    """Print a line to stderr. A full disk or a closed pipe does not stop the server."""
     with suppress(OSError):
         print(line, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Requests of clients as requests of an engine: admitted, timed, and ended when nobody waits."""
+"""Admit the requests of HTTP clients, pass them to the engine, and end them at their time limit."""
 
 import asyncio
 import time
@@ -16,49 +16,54 @@ from kvfold.engine.requests.request import CacheParams, SamplingParams, StepOutp
 from kvfold.server.errors import APIError, from_value_error
 from kvfold.server.limits import Limits
 from kvfold.server.metrics import Metrics
-from kvfold.server.protocol import OURS, TokenizeBody
+from kvfold.server.protocol import CLIENT_NAMES, TokenizeBody
 from kvfold.server.token_texts import TokenTexts
 from kvfold.utils.errors import SettingError, renamed
 from kvfold.utils.tokens import encode, encode_prompt, most_characters, surely_longer
 
 PromptSpec = tuple[Prompt, SamplingParams, CacheParams]
-MOST_SCORES = 2**20  # log-probabilities of prompts in an answer
-MOST_TOKENIZED = 2**17  # tokens of a text that /tokenize counts, where no sequence is as long
+MAX_PROMPT_LOGPROBS = 2**20  # log-probabilities of prompts in one response
+MAX_TOKENIZED = 2**17  # tokens that /tokenize accepts, even if a sequence may only have fewer
 
 
-class Echo(NamedTuple):
-    """A prompt's text. typed: the client sent it, and no token ids."""
+class EchoedPrompt(NamedTuple):
+    """The text of a prompt that `echo` returns. from_text: the client sent text, not token ids."""
 
     text: str
-    typed: bool
+    from_text: bool
 
 
 class Service:
-    """A model under a name, with limits. contexts: what requests may begin with, by name. Raises
-    ValueError for one that is of another model or cache."""
+    """A model under its public name, with the server's limits.
+
+    contexts: packed contexts that requests may start with, by name.
+
+    Raises ValueError for a context of another model or cache.
+    """
 
     def __init__(
-        self, llm: AsyncLLM, name: str, limits: Limits, contexts: Mapping[str, PackedContext]
+        self, async_llm: AsyncLLM, name: str, limits: Limits, contexts: Mapping[str, PackedContext]
     ) -> None:
+        self.async_llm, self.llm = async_llm, async_llm.llm
         for context in contexts.values():
-            llm.llm.check_context(context)
-        self.llm, self.name, self.limits, self.contexts = llm, name, limits, contexts
+            self.llm.check_context(context)
+        self.name, self.limits, self.contexts = name, limits, contexts
         self.created = int(time.time())
-        self.metrics = Metrics(llm.llm, name, contexts)
-        llm.llm.engine.hooks = self.metrics
-        self._preparing = 0  # choices that are not with the engine yet
-        self._reading = 0  # texts that are tokenised, or wait for it, and are no choices yet
+        self.metrics = Metrics(self.llm, name, contexts)
+        self.llm.engine.hooks = self.metrics
+        self._num_preparing = 0  # choices that were accepted but not submitted to the engine yet
+        self._num_tokenizing = 0  # texts that are being tokenised, or wait for it
 
     @property
     def tokenizer(self) -> Any:
-        if self.llm.llm.tokenizer is None:
-            raise APIError(400, "this model has no tokenizer: prompts are token ids")
-        return self.llm.llm.tokenizer
+        if self.llm.tokenizer is None:
+            raise APIError(400, "this model has no tokenizer: send prompts as token ids")
+        return self.llm.tokenizer
 
     @property
     def max_tokens(self) -> int:
-        """Of a prompt and its outputs."""
-        return self.llm.llm.runner.pool.max_tokens
+        """Most tokens of a sequence: its prompt and its outputs."""
+        return self.llm.runner.pool.max_tokens
 
     def check_model(self, name: str | None) -> None:
         if name not in (None, self.name):
@@ -74,8 +79,8 @@ class Service:
         return TokenTexts(self.tokenizer)
 
     @property
-    def card(self) -> dict[str, Any]:
-        """The model as OpenAI lists it."""
+    def model_card(self) -> dict[str, Any]:
+        """The model as /v1/models lists it."""
         return {
             "id": self.name,
             "object": "model",
@@ -88,7 +93,8 @@ class Service:
         }
 
     def context(self, name: str | None) -> PackedContext | None:
-        """Of a name; None of none."""
+        """The packed context called `name`; None if no name is given. Raises APIError (404) if
+        unknown."""
         if name is None or name in self.contexts:
             return None if name is None else self.contexts[name]
         known = ", ".join(map(repr, self.contexts)) or "none: kvfold serve --context NAME=FILE"
@@ -100,139 +106,149 @@ class Service:
         )
 
     async def encode_chat(
-        self, turns: list[dict[str, str]], variables: dict[str, Any]
+        self, messages: list[dict[str, str]], variables: dict[str, Any]
     ) -> list[int]:
-        size = sum(len(turn["content"]) for turn in turns)
+        """Token ids of a conversation. variables: of the chat template."""
+        size = sum(len(message["content"]) for message in messages)
         with renamed(content="messages"):
-            ids: list[int] = await self._read(
-                size, partial(self.llm.llm.encode_chat, turns, **variables)
+            ids: list[int] = await self._run_tokenizer(
+                size, partial(self.llm.encode_chat, messages, **variables)
             )
         return ids
 
     async def tokenize(self, body: TokenizeBody) -> bytes:
-        """The answer, in JSON."""
+        """The JSON response of /tokenize."""
         if body.messages is not None:
-            ids = await self.encode_chat(body.turns, body.variables)
+            ids = await self.encode_chat(body.template_messages, body.template_variables)
         else:
             text = body.prompt or ""
-            how = encode if body.add_special_tokens is False else encode_prompt
+            encoder = encode if body.add_special_tokens is False else encode_prompt
             with renamed(text="prompt"):
-                ids = await self._read(len(text), self._encode, how, text)
-        told: bytes = await self._read(len(ids), self._told, ids, body.return_token_strs)
-        return told
+                ids = await self._run_tokenizer(len(text), self._tokenize_text, encoder, text)
+        content: bytes = await self._run_tokenizer(
+            len(ids), self._tokens_json, ids, body.return_token_strs
+        )
+        return content
 
-    def _told(self, ids: list[int], with_texts: bool | None) -> bytes:
+    def _tokens_json(self, ids: list[int], with_texts: bool | None) -> bytes:
         texts = [self.token_texts.of(id) for id in ids] if with_texts else None
         counts = {"count": len(ids), "max_model_len": self.max_tokens}
         return msgspec.json.encode(counts | {"tokens": ids, "token_strs": texts})
 
-    def _encode(self, how: Callable[[Any, str], list[int]], text: str) -> list[int]:
-        most = max(self.max_tokens, MOST_TOKENIZED)
-        if len(text) > most_characters(most):
+    def _tokenize_text(self, encoder: Callable[[Any, str], list[int]], text: str) -> list[int]:
+        limit = max(self.max_tokens, MAX_TOKENIZED)
+        if len(text) > most_characters(limit):
             raise APIError(
                 400,
-                f"prompt has {len(text)} characters, and {most_characters(most)} are the most that "
-                "are tokenised",
+                f"prompt has {len(text)} characters; /tokenize accepts at most "
+                f"{most_characters(limit)}",
                 param="prompt",
             )
-        if surely_longer(self.tokenizer, text, most):
+        if surely_longer(self.tokenizer, text, limit):
             raise APIError(
-                400, f"prompt has over {most} tokens, the most that are counted", param="prompt"
+                400,
+                f"prompt has over {limit} tokens, the most that /tokenize counts",
+                param="prompt",
             )
-        return how(self.tokenizer, text)
+        return encoder(self.tokenizer, text)
 
-    async def echo(self, prompt: Prompt) -> Echo:
+    async def echo(self, prompt: Prompt) -> EchoedPrompt:
         if isinstance(prompt, str):
-            return Echo(prompt, typed=True)
-        return Echo(await self.text_of(prompt), typed=False)
+            return EchoedPrompt(prompt, from_text=True)
+        return EchoedPrompt(await self.detokenize(prompt), from_text=False)
 
-    async def text_of(self, prompt: Sequence[int]) -> str:
-        self.llm.llm.check_size(prompt)
-        text: str = await self._read(len(prompt), self._decode, prompt)
+    async def detokenize(self, prompt: Sequence[int]) -> str:
+        self.llm.check_size(prompt)
+        text: str = await self._run_tokenizer(len(prompt), self._detokenize, prompt)
         return text
 
-    def _decode(self, prompt: Sequence[int]) -> str:
-        ids = self.llm.llm.encode(prompt)
+    def _detokenize(self, prompt: Sequence[int]) -> str:
+        ids = self.llm.encode(prompt)
         return decoder_of(self.tokenizer)(ids)
 
-    async def _read(self, size: int, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a tokenizer, which `size` characters or tokens go through. Raises APIError where as
-        many texts wait for it as choices may wait."""
-        most = self.llm.llm.runner.pool.num_slots + self.limits.max_queue
-        if self._reading >= most:
+    async def _run_tokenizer(self, size: int, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function of the tokenizer in another thread. size: characters or token ids of its
+        input.
+
+        Raises APIError (429) if as many texts wait for the tokenizer as choices may wait for the
+        engine.
+        """
+        limit = self.llm.runner.pool.num_slots + self.limits.max_queue
+        if self._num_tokenizing >= limit:
             raise APIError(
                 429,
-                f"{most} texts wait to be tokenised, which are the most: try again",
+                f"the queue is full: {limit} texts wait to be tokenised; try again",
                 code="queue_full",
                 headers={"Retry-After": "1"},
             )
-        self._reading += 1
+        self._num_tokenizing += 1
         try:
-            return await self.llm.run(function, *arguments, size=size)
+            return await self.async_llm.run(function, *arguments, size=size)
         finally:
-            self._reading -= 1
+            self._num_tokenizing -= 1
 
-    async def open(
-        self, asked: Sequence[PromptSpec], context: PackedContext | None = None
-    ) -> "Choices":
-        """Queue choices, all or none. Raises APIError where the queue is full."""
-        self._admit(len(asked))
-        self._preparing += len(asked)
+    async def submit(
+        self, specs: Sequence[PromptSpec], context: PackedContext | None = None
+    ) -> "ChoiceStream":
+        """Submit all choices of a request to the engine. Raises APIError (429) if the queue has no
+        room for all of them."""
+        self._check_queue(len(specs))
+        self._num_preparing += len(specs)
         try:
-            with renamed(**OURS):
-                stream = await self.llm.open(asked, context, _check_scores)
+            with renamed(**CLIENT_NAMES):
+                stream = await self.async_llm.open(specs, context, _check_prompt_logprobs)
         finally:
-            self._preparing -= len(asked)
-        return Choices(stream, self.limits.request_seconds, self.metrics)
+            self._num_preparing -= len(specs)
+        return ChoiceStream(stream, self.limits.request_seconds, self.metrics)
 
-    def _admit(self, count: int) -> None:
-        slots = self.llm.llm.runner.pool.num_slots
-        if count > slots + self.limits.max_queue:
-            raise APIError(
-                400, f"{count} choices never fit a queue of {slots + self.limits.max_queue}"
-            )
-        if self._preparing + self.llm.driver.num_open + count > slots + self.limits.max_queue:
+    def _check_queue(self, count: int) -> None:
+        slots = self.llm.runner.pool.num_slots
+        limit = slots + self.limits.max_queue
+        if count > limit:
+            raise APIError(400, f"{count} choices never fit a queue of {limit}")
+        if self._num_preparing + self.async_llm.driver.num_open + count > limit:
             raise APIError(
                 429,
-                f"{slots} choices run or are about to and {self.limits.max_queue} may wait: the "
-                "queue is full, try again",
+                f"the queue is full: {slots} choices may run and {self.limits.max_queue} may wait; "
+                "try again",
                 code="queue_full",
                 headers={"Retry-After": "1"},
             )
 
 
-def _renamed(refusal: SettingError) -> APIError:
-    """In the client's words, also where an answer has begun."""
+def _client_error(refusal: SettingError) -> APIError:
+    """The engine's refusal as an APIError that names fields as the client does."""
     try:
-        with renamed(**OURS):
+        with renamed(**CLIENT_NAMES):
             raise refusal
     except SettingError as error:
         return from_value_error(error)
 
 
-def _check_scores(opened: Sequence[OpenRequest]) -> None:
-    """Raises SettingError for more log-probabilities of prompts than an answer should hold."""
+def _check_prompt_logprobs(opened: Sequence[OpenRequest]) -> None:
+    """Raises SettingError if the prompts' log-probabilities are too many for one response."""
     wanted = [(x.num_prompt, x.sampling.prompt_logprobs) for x, _ in opened]
     count = sum(tokens * (1 + top) for tokens, top in wanted if top is not None)
-    if count > MOST_SCORES:
+    if count > MAX_PROMPT_LOGPROBS:
         raise SettingError(
-            f"`prompt_logprobs`: {count} log-probabilities of prompts are wanted, and an answer "
-            f"has at most {MOST_SCORES}: ask for fewer of each token, or send fewer prompts at once"
+            f"`prompt_logprobs`: {count} log-probabilities of prompts are wanted, and a response "
+            f"has at most {MAX_PROMPT_LOGPROBS}: ask for fewer per token, or send fewer prompts at "
+            "once"
         )
 
 
-class Choices(AsyncIterator[tuple[int, StepOutput]]):
-    """Outputs of a request's choices, each with its choice's number. seconds: most time in all.
+class ChoiceStream(AsyncIterator[tuple[int, StepOutput]]):
+    """Outputs of a request's choices as they come: (index of the choice, output).
 
-    Raises APIError where a choice cannot be served to its end.
+    seconds: most time until all choices end. Raises APIError if a choice cannot be completed.
     """
 
     def __init__(self, stream: AsyncStream, seconds: float, metrics: Metrics) -> None:
         self.stream, self.seconds, self.metrics = stream, seconds, metrics
         self.requests = list(stream.requests.values())
-        self._numbers = {id: number for number, id in enumerate(stream.requests)}
+        self._indices = {id: index for index, id in enumerate(stream.requests)}
         self._deadline = asyncio.get_running_loop().time() + seconds
-        self.first_token: float | None = None  # when the first token came, of `time.monotonic`
+        self.first_token: float | None = None  # time of the first token, of `time.monotonic`
 
     async def __anext__(self) -> tuple[int, StepOutput]:
         try:
@@ -246,14 +262,14 @@ class Choices(AsyncIterator[tuple[int, StepOutput]]):
         if output.token_ids and self.first_token is None:
             self.first_token = time.monotonic()
         if output.finish_reason is not None:
-            self.metrics.ended(output.finish_reason)
+            self.metrics.count_end(output.finish_reason)
         if output.finish_reason == "error":
             self.close()
             if output.refusal is not None:
-                raise _renamed(output.refusal)
+                raise _client_error(output.refusal)
             raise APIError(500, f"generation failed: {output.error}", code="generation_failed")
-        return self._numbers[output.id], output
+        return self._indices[output.id], output
 
     def close(self) -> None:
-        """Cancel what has not ended."""
+        """Cancel the choices that have not ended."""
         self.stream.close()

@@ -1,4 +1,4 @@
-"""What clients are told when a server ends before it has answered them."""
+"""What clients receive when the server shuts down before their request is answered."""
 
 import asyncio
 import json
@@ -12,11 +12,12 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 CODE = "shutting_down"
-SECONDS = 1.0  # for a client to take the last words
+SECONDS = 1.0  # most time to send a client the shutdown error
 
 
-def ending() -> APIError:
-    """A router, or a client, may ask another server."""
+def shutdown_error() -> APIError:
+    """The error of a server that shuts down: the client, or a router, may send the request
+    elsewhere."""
     return APIError(
         503,
         "the server is shutting down and did not get to the end of this; send it again",
@@ -26,12 +27,12 @@ def ending() -> APIError:
 
 
 def error_events(error: APIError) -> bytes:
-    """The end of a stream that failed."""
+    """The last server-sent events of a stream that failed."""
     return f"data: {json.dumps(error.body)}\n\ndata: [DONE]\n\n".encode()
 
 
-def tells_of_ending(events: bytes) -> bool:
-    """Whether a stream begins with the error of a server that ends."""
+def is_shutdown_error(events: bytes) -> bool:
+    """Whether a stream's first event is the error of a server that shuts down."""
     first = events.partition(b"\n\n")[0].removeprefix(b"data: ")
     try:
         content = json.loads(first)
@@ -41,9 +42,12 @@ def tells_of_ending(events: bytes) -> bool:
     return isinstance(error, dict) and error.get("code") == CODE
 
 
-class Ending:
-    """An ASGI application around another. Where uvicorn cancels a request, as it does when the time
-    to drain is over, the client is told: a 503, or an error as a stream's last event."""
+class ShutdownResponses:
+    """ASGI middleware that answers the requests which uvicorn cancels at shutdown.
+
+    uvicorn cancels a request when `drain_seconds` are over. The client then gets a 503, or an error
+    as the last event of a stream that has begun.
+    """
 
     def __init__(self, app: Any) -> None:
         self.app = app
@@ -51,27 +55,27 @@ class Ending:
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        head: Message | None = None  # of the answer, once it has begun
+        head: Message | None = None  # of the response, once it has begun
 
-        async def noted(message: Message) -> None:
+        async def send_and_note_head(message: Message) -> None:
             nonlocal head
             if message["type"] == "http.response.start":
                 head = message
             await send(message)
 
         try:
-            await self.app(scope, receive, noted)
+            await self.app(scope, receive, send_and_note_head)
         except asyncio.CancelledError:
             with suppress(asyncio.CancelledError, TimeoutError):
                 async with asyncio.timeout(SECONDS):
-                    await _tell(head, scope, receive, send)
+                    await _send_error(head, scope, receive, send)
 
 
-async def _tell(head: Message | None, scope: Message, receive: Receive, send: Send) -> None:
+async def _send_error(head: Message | None, scope: Message, receive: Receive, send: Send) -> None:
     if head is None:
-        await ending().response(scope, receive, send)
+        await shutdown_error().response(scope, receive, send)
     elif _is_stream(head):
-        await send({"type": "http.response.body", "body": error_events(ending())})
+        await send({"type": "http.response.body", "body": error_events(shutdown_error())})
 
 
 def _is_stream(head: Message) -> bool:

@@ -1,4 +1,4 @@
-"""How single tokens read inside a text: for logprobs."""
+"""Text and offset of single tokens, for logprobs."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -9,7 +9,7 @@ from kvfold.utils.tokens import encode
 
 
 class TokenTexts:
-    """Texts of tokens, each as it reads behind a letter, so that none loses its space."""
+    """Text of each token as it reads after a letter, so that a leading space is not lost."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._decode = decoder_of(tokenizer, skip_special_tokens=False)
@@ -23,20 +23,24 @@ class TokenTexts:
 
 
 class Offsets:
-    """Where tokens begin in a text, in characters: those of one character begin where it does.
-    before: tokens that they follow; begun: how long the text is before them."""
+    """Character offsets of successive tokens in a text. Tokens that share a character have its
+    offset.
 
-    def __init__(self, decode: Decode, before: Sequence[int] = (), begun: int = 0) -> None:
-        self._reader, self._length = Detokenizer(decode, before), begun
+    before: tokens in front of the first one, for decoding.
+    start_offset: length of the text before it.
+    """
+
+    def __init__(self, decode: Decode, before: Sequence[int] = (), start_offset: int = 0) -> None:
+        self._reader, self._length = Detokenizer(decode, before), start_offset
 
     def add(self, token: int) -> int:
-        """Where the next token begins."""
-        start = self._length
+        """Append a token and return its offset."""
+        offset = self._length
         self._reader.push([token])
         self._length += len(self._reader.take())
-        return start
+        return offset
 
 
 def utf8(text: str) -> list[int] | None:
-    """Bytes of a token's text; None of a part of a character, which has no text."""
+    """UTF-8 bytes of a token's text; None if the token is part of a character."""
     return None if REPLACEMENT in text else list(text.encode())

@@ -1,5 +1,7 @@
-"""Fields that clients send and kvfold does not have: refused where they would change the answer,
-ignored where they would not."""
+"""Request fields of OpenAI and vLLM that kvfold does not support.
+
+A field that would change the answer is refused, unless its value is neutral. Others are ignored.
+"""
 
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
@@ -10,18 +12,18 @@ from msgspec import Meta, Raw, Struct, defstruct, field
 from kvfold.server.errors import APIError
 
 EMPTY = Raw()
-Values = tuple[bytes, ...]  # of JSON
+Values = tuple[bytes, ...]  # JSON texts of a field's neutral values
 UNSET = (b"null", b"false", b"0", b"[]", b"{}", b'""')
 ON = (b"null", b"true")
 
-# They say who asks, what it costs or how it is cached elsewhere.
+# Identity, billing and caching hints: they do not change the answer.
 IGNORED = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "session_id"),
     *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "prediction"),
-    # Tools are refused, and tokens of tokenizers in Rust have no spaces between them.
+    # Tools are refused anyway, and Rust tokenizers put no spaces between special tokens.
     *("parallel_tool_calls", "spaces_between_special_tokens", "stream_interval"),
 )
-# Of completions and chats, with the values that mean the same as none.
+# Fields of both completions and chats, with the values that mean the same as leaving them out.
 UNSUPPORTED: Mapping[str, Values] = {
     **dict.fromkeys(
         (
@@ -46,15 +48,15 @@ UNSUPPORTED_COMPLETION: Mapping[str, Values] = {
     "add_special_tokens": ON,
     "top_logprobs": UNSET,
 }
-OF_TEMPLATES = ("chat_template", "documents", "tools", "mm_processor_kwargs", "media_io_kwargs")
+TEMPLATE_FIELDS = ("chat_template", "documents", "tools", "mm_processor_kwargs", "media_io_kwargs")
 UNSUPPORTED_CHAT: Mapping[str, Values] = {
     **UNSUPPORTED,
-    **dict.fromkeys((*OF_TEMPLATES, "add_special_tokens", "echo", "audio"), UNSET),
+    **dict.fromkeys((*TEMPLATE_FIELDS, "add_special_tokens", "echo", "audio"), UNSET),
     **dict.fromkeys(("web_search_options", "reasoning_effort", "verbosity"), UNSET),
     "include_reasoning": ON,
     "modalities": (b"null", b'["text"]'),
 }
-UNSUPPORTED_TOKENIZE: Mapping[str, Values] = dict.fromkeys(OF_TEMPLATES, UNSET)
+UNSUPPORTED_TOKENIZE: Mapping[str, Values] = dict.fromkeys(TEMPLATE_FIELDS, UNSET)
 INSTEAD = {
     "add_special_tokens": "send token ids as the prompt, which nothing is added to",
     "grammar": "send response_format or structured_outputs",
@@ -67,17 +69,19 @@ INSTEAD = {
 INSTEAD |= {x: "send response_format or structured_outputs" for x in UNSUPPORTED if "guided" in x}
 
 
-def with_extras(kind: type[Struct], unsupported: Iterable[str]) -> type[Struct]:
-    """A body of a kind that may have these fields, too, and IGNORED."""
+def with_extras(body_type: type[Struct], unsupported: Iterable[str]) -> type[Struct]:
+    """A subclass of a body type that also accepts the fields `unsupported` and IGNORED,
+    unparsed."""
     refused = Annotated[Raw, Meta(description="Not supported.")]
     ignored = Annotated[Raw, Meta(description="Changes nothing.")]
-    kinds = dict.fromkeys(unsupported, refused) | dict.fromkeys(IGNORED, ignored)
-    fields = [(name, x, field(default_factory=Raw)) for name, x in kinds.items()]
-    return defstruct(kind.__name__, fields, bases=(kind,), kw_only=True)
+    types = dict.fromkeys(unsupported, refused) | dict.fromkeys(IGNORED, ignored)
+    fields = [(name, type_, field(default_factory=Raw)) for name, type_ in types.items()]
+    return defstruct(body_type.__name__, fields, bases=(body_type,), kw_only=True)
 
 
 def drop_extras(body: Struct, unsupported: Mapping[str, Values]) -> None:
-    """Let go of fields that are not read. Raises APIError for one that asks for something."""
+    """Empty the unsupported and ignored fields of a body. Raises APIError if an unsupported field
+    has a value that is not neutral."""
     for name, neutral in unsupported.items():
         if bytes(getattr(body, name)) not in (b"", *neutral):
             way_out = INSTEAD.get(name, "leave it out")
@@ -87,9 +91,9 @@ def drop_extras(body: Struct, unsupported: Mapping[str, Values]) -> None:
 
 
 def unknown(name: str, legal: Iterable[str]) -> APIError:
-    """Of a field that nobody knows."""
-    near = get_close_matches(name[:64], legal, n=1)
-    hint = f"did you mean {near[0]}?" if near else "/docs lists the fields"
+    """The 400 response for a field that is not known at all."""
+    similar = get_close_matches(name[:64], legal, n=1)
+    hint = f"did you mean {similar[0]}?" if similar else "/docs lists the fields"
     shown = name if name.isidentifier() and len(name) <= 64 else f"{name!r:.100}"
     return APIError(
         400, f"{shown}: no such field; {hint}", param=name[:100], code="unknown_parameter"
