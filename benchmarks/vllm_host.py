@@ -36,7 +36,7 @@ from kvfold.bench.variants import SHAPES, variant_layout
 from kvfold.models.families import family_of
 from kvfold.ops import one_pass
 from kvfold.ops.one_pass import launch
-from kvfold.vllm_plugin.blocks import BlockAttention, BlockView, Step
+from kvfold.vllm_plugin.blocks import BlockAttention, BlockStep, BlockView
 from kvfold.vllm_plugin.weights import empty_layer
 from lab.variants import VARIANTS
 
@@ -106,13 +106,13 @@ def step_of(kind: str, decodes: int, chunks: int) -> Callable[[], None]:
     caches = [torch.zeros(BLOCKS, size, dtype=torch.int8) for size in sizes]
     lengths, count = [STORED] * decodes + [ROWS] * chunks, decodes + chunks * ROWS
     pages = LONGEST // layout.page
-    step = Step(
+    step = BlockStep(
         tables=torch.randint(1, BLOCKS, (len(lengths), pages)).int(),
         lengths=torch.tensor(lengths, dtype=torch.int32),
         slots=torch.arange(count),
-        decodes=decodes,
+        num_decodes=decodes,
         starts=[*range(decodes), *(decodes + ROWS * i for i in range(chunks + 1))],
-        most=lengths,
+        max_lengths=lengths,
     )
     q = torch.zeros(geometry.num_query_heads, count, layers[0].key_width)
     rows = torch.zeros(count, layers[0].spec.row_width)

@@ -43,7 +43,7 @@ from kvfold.models.families import family_of
 from kvfold.models.folded import layer_shapes
 from kvfold.ops.store import append, gather
 from kvfold.utils.errors import SettingError
-from kvfold.vllm_plugin.tensor_parallel import Share
+from kvfold.vllm_plugin.tensor_parallel import ProcessShare
 from models import tiny, tokens
 from steps import DEVICE, backends, even, logits_of, sequences_of, step
 
@@ -597,7 +597,9 @@ def test_vllm_refuses_it() -> None:
     stored = pytest.importorskip("kvfold.vllm_plugin.model_cache")
     model = folded("llama-gqa")
     with pytest.raises(ValueError, match="two widths"):
-        stored.StoredCache.of(model.config, CacheConfig(), torch.float32, Share())
+        stored.ModelCache.from_checkpoint(
+            model.config, CacheConfig(), torch.float32, ProcessShare()
+        )
 
 
 def test_search_takes_the_smallest_choice_within_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,7 +77,7 @@ def test_contexts_are_listed_and_others_are_not_found(small: Served) -> None:
 def test_a_chat_has_begun_already(small: Served) -> None:
     asked = [{"role": "user", "content": "Who?"}]
     error = small.refused(400, "/v1/chat/completions", messages=asked, context="book")
-    assert error["param"] == "context" and "ask /v1/completions" in error["message"]
+    assert error["param"] == "context" and "use /v1/completions" in error["message"]
 
 
 def test_a_prompt_that_no_longer_fits_behind_it(small: Served, book: PackedContext) -> None:

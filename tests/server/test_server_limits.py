@@ -68,7 +68,7 @@ def small() -> Iterator[Served]:
          "allowed_token_ids", "bad_words"),
         (CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]}, "messages", "'image_url'"),
         (CHAT, {"messages": ASKED, "continue_final_message": True, "add_generation_prompt": True},
-         "continue_final_message", "give one of them"),
+         "continue_final_message", "send one of them"),
         (CHAT, {"messages": ASKED, "chat_template_kwargs": {"messages": []}}, None, "no variable"),
         (CHAT, {"messages": []}, "messages", "at least 1"),
         (CHAT, {"messages": [{"role": "tool", "content": "a"}]}, None, "must be"),

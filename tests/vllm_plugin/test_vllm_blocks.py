@@ -24,10 +24,10 @@ from kvfold.layout import Geometry, Latent, LayerSpec
 from kvfold.layout.pages import cache_layout
 from kvfold.maps.layer_maps import Maps
 from kvfold.models.families import family_of
-from kvfold.vllm_plugin.blocks import BlockAttention, BlockView, Step, arena_of
+from kvfold.vllm_plugin.blocks import BlockAttention, BlockStep, BlockView, as_arena
 from kvfold.vllm_plugin.families import architecture
-from kvfold.vllm_plugin.model_cache import StoredCache, settings
-from kvfold.vllm_plugin.tensor_parallel import Share
+from kvfold.vllm_plugin.model_cache import ModelCache, parse_settings
+from kvfold.vllm_plugin.tensor_parallel import ProcessShare
 from kvfold.vllm_plugin.weights import empty_layer, fold_layer
 from matrix import matrix
 from models import CONFIGS, tiny, tokens
@@ -89,13 +89,13 @@ class Engine:
             for i, p in enumerate(positions)
         ]
         decodes = next((i for i, x in enumerate(counts) if x != 1), 2)
-        step = Step(
+        step = BlockStep(
             tables=self.tables,
             lengths=torch.tensor(after, dtype=torch.int32, device=DEVICE),
             slots=torch.cat(slots).to(DEVICE),
-            decodes=decodes,
+            num_decodes=decodes,
             starts=[0, counts[0], n],
-            most=None if graph else after,
+            max_lengths=None if graph else after,
         )
         make = torch.Generator().manual_seed(sum(before))
         q = torch.randn(layer.geometry.num_query_heads, n, layer.key_width, generator=make)
@@ -194,19 +194,21 @@ def test_torch_compile_traces_what_a_layer_projects(recipe: str) -> None:
 
 def test_blocks_that_do_not_follow_one_another() -> None:
     buffer = torch.arange(3 * 256, dtype=torch.int64).to(torch.int8).view(3, 256)
-    arena, stride = arena_of(buffer[:, 64:192].view(3, 1, 2, 64))
+    arena, stride = as_arena(buffer[:, 64:192].view(3, 1, 2, 64))
     assert stride == 4 and arena.dtype is torch.uint8 and len(arena) == 2 * 256 + 128
     assert arena.data_ptr() == buffer.data_ptr() + 64
     with pytest.raises(AssertionError, match="bytes in a row"):
-        arena_of(buffer.view(3, 2, 128)[:, :, :64])
+        as_arena(buffer.view(3, 2, 128)[:, :, :64])
 
 
 RECIPES = [x for x, make in recipes.RECIPES.items() if not (make().codebooks or make().reduce)]
 
 
-def shares(config, size: int) -> list[StoredCache]:
+def shares(config, size: int) -> list[ModelCache]:
     cache, dtype = CacheConfig(), torch.float32
-    return [StoredCache.of(config, cache, dtype, Share(i, size)) for i in range(size)]
+    return [
+        ModelCache.from_checkpoint(config, cache, dtype, ProcessShare(i, size)) for i in range(size)
+    ]
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "llama-mha", "opt"])
@@ -224,10 +226,10 @@ def test_shares_of_heads_add_up(name: str, recipe: str) -> None:
         for stored in parts:
             assert stored.block_bytes(index, 64) == parts[0].block_bytes(index, 64)
             tensors = dict(whole.state_dict())
-            part = empty_layer(model.config, stored.own, index)
+            part = empty_layer(model.config, stored.local_spec, index)
             part.rotary = whole.rotary
             own = fold_layer(stored, index, tensors)
-            part.load_state_dict(stored.share.of_tensors(own, part))
+            part.load_state_dict(stored.share.local_tensors(own, part))
             added += attended(part, x, tables)
         torch.testing.assert_close(added, attended(whole, x, tables), rtol=1e-4, atol=1e-4)
 
@@ -245,14 +247,14 @@ def test_shares_that_cannot_be_computed_apart() -> None:
     with pytest.raises(ValueError, match=r"tensor_parallel_size=3: 4 query and 2 KV heads"):
         shares(config, 3)
     config = compressed("qwen3", "small").config
-    with pytest.raises(ValueError, match="mapped together once they are normalised"):
+    with pytest.raises(ValueError, match="mapped together after they are normalised"):
         shares(config, 2)
 
 
 def test_more_processes_than_kv_heads() -> None:
     """Query heads of one KV head are dealt out, and each process stores it."""
     model = compressed("llama-gqa", "swift")
-    assert [list(Share(i, 4).heads(spec_of(model).geometry)) for i in range(4)] == [
+    assert [list(ProcessShare(i, 4).kv_heads(spec_of(model).geometry)) for i in range(4)] == [
         [0], [0], [1], [1],
     ]  # fmt: skip
 
@@ -263,7 +265,9 @@ def test_a_checkpoint_is_rotated_as_by_the_engine(bits: int | None) -> None:
     saved = [dict(x.state_dict()) for x in family_of(model.config).attentions(model)]
     config = CacheConfig(bits=bits, kv_bytes=2**20, page=16)
     runner = build_runner(model, config, num_slots=1, max_tokens=32)
-    stored = StoredCache.of(model.config, replace(config, kv_bytes=None), torch.float32, Share())
+    stored = ModelCache.from_checkpoint(
+        model.config, replace(config, kv_bytes=None), torch.float32, ProcessShare()
+    )
     for index, want in enumerate(family_of(model.config).attentions(runner.model)):
         got = fold_layer(stored, index, saved[index]).state_dict()
         torch.testing.assert_close(got, dict(want.state_dict()))
@@ -292,7 +296,7 @@ def test_weights_of_another_checkpoint() -> None:
 )
 def test_what_is_not_served_is_refused_by_name(given, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        settings(given)
+        parse_settings(given)
 
 
 def test_models_that_are_not_served() -> None:
@@ -360,12 +364,12 @@ def test_maps_beside_the_weights_are_cut_by_head(size: int, joint: bool) -> None
 
     parts = []
     for rank in range(size):
-        share = Share(rank, size)
+        share = ProcessShare(rank, size)
         share.check(geometry, layer, 0)
-        own, queries = share.heads(geometry), share.queries(geometry)
-        gathered = share.gathered(geometry, layer)
+        own, queries = share.kv_heads(geometry), share.query_heads(geometry)
+        gathered = share.gathered_heads(geometry, layer)
         copies = max(1, size // heads)
         given = v.repeat_interleave(copies, 1)[:, gathered] if gathered else v[:, list(own)]
-        cut = share.of_maps(maps, geometry, layer)
+        cut = share.local_maps(maps, geometry, layer)
         parts.append(attended(cut, q[:, list(queries)], k[:, list(own)], given))
     torch.testing.assert_close(torch.cat(parts, 2), attended(maps, q, k, v))

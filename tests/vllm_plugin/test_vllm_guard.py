@@ -66,14 +66,16 @@ def test_vllm_tries_every_layers_attention_first(name: str, monkeypatch) -> None
     spec = plain_spec(family.geometry(model.config))
     fold_plain(model, spec)
     layers = [
-        SimpleNamespace(maps=x.description, finish=x.o_proj, sample=partial(sampled, x))
+        SimpleNamespace(
+            maps=x.description, project_output=x.o_proj, sample_inputs=partial(sampled, x)
+        )
         for x in family.attentions(model)
     ]
     layout = cache_layout(spec, page=16, itemsize=4)
     view = BlockView(layout, torch.float32, torch.device("cpu"), 256)
     attention = BlockAttention([x.maps for x in layers], view)
     check_attention(attention, layers)
-    assert not attention.places
+    assert not attention.locations
     broken(monkeypatch, layer=1, rows=27)
     with pytest.raises(ValueError, match=r"attention of layer 1 gives numbers .* float32 on cpu"):
         check_attention(attention, layers)

@@ -68,7 +68,7 @@ def watched(model: str, options: dict) -> tuple[list[Attended], bool]:
         count = len(seen)
         worker.model_runner._dummy_run(limits.max_num_batched_tokens, is_profile=True)
         assert len(seen) == count, "once is enough"
-        held.append(bool(profile.held or profile.waiting))
+        held.append(bool(profile.held_metadata or profile.pending))
         BlockContext.attend = attend
         return measure(worker)
 

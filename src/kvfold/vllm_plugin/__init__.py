@@ -1,9 +1,9 @@
-"""kvfold inside vLLM: compressed checkpoints, and caches of few bits, served by vLLM's engine.
+"""vLLM plugin: serves kvfold's compressed checkpoints, maps and low-bit caches in vLLM's engine.
 
 vLLM calls `register` in each of its processes, through the entry point `vllm.general_plugins`.
 """
 
-# Model type to the class in `models`, whose name vLLM then knows as an architecture.
+# Model type: class in `models`, whose name is registered as an architecture of vLLM.
 ARCHITECTURES = {
     "llama": "KVFoldLlamaForCausalLM",
     "mistral": "KVFoldMistralForCausalLM",
@@ -15,10 +15,14 @@ ARCHITECTURES = {
 
 
 def register() -> None:
-    """Tell vLLM of the checkpoints' format, their models and their attention, which are imported
-    when somebody serves one. May be called again.
+    """Register kvfold's checkpoint format, model classes and attention backend with vLLM. May be
+    called more than once.
 
-    Raises ValueError, which says which versions work, if this vLLM lacks what the plugin uses."""
+    They are imported only when a server uses them.
+
+    Raises ValueError, naming the versions that work, if this vLLM lacks something that the plugin
+    uses.
+    """
     from kvfold.utils.versions import check_vllm
 
     check_vllm()
@@ -26,11 +30,11 @@ def register() -> None:
     from vllm.model_executor.models import ModelRegistry
     from vllm.v1.attention.backends.registry import register_backend
 
-    from kvfold.vllm_plugin.loading import watch_loading
+    from kvfold.vllm_plugin.loading import wrap_loaders
     from kvfold.vllm_plugin.quantization import KVFoldQuantization
 
     register_quantization_config("kvfold")(KVFoldQuantization)
     register_backend("KVFOLD", "kvfold.vllm_plugin.backend.KVFoldBackend")
     for name in ARCHITECTURES.values():
         ModelRegistry.register_model(name, f"kvfold.vllm_plugin.models:{name}")
-    watch_loading()
+    wrap_loaders()

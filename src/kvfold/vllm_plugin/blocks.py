@@ -1,13 +1,13 @@
-"""Another engine's blocks as kvfold's pages: what its block tables say, in the words of `ops`.
+"""Use another engine's KV cache blocks as kvfold's pages.
 
-A block of an engine holds `page` tokens of a layer. Here it is the pages of the layer's groups, one
-after another, so that the engine's buffer is an arena as it is, and a group's page is found from
-the engine's block number alone:
+A block of the engine holds `page` tokens of a layer. kvfold sees it as the pages of the layer's
+groups, one after another. The engine's buffer then is an arena, and a group's page follows from the
+engine's block number alone:
 
     buffer: .. [block b of layer i: page of group 0 | page of group 1 | ..] .. [block b + 1: ..] ..
 
 Shapes: B requests of a step, N its tokens, n blocks of the longest request, G groups of a layer, R
-numbers of a row, Hq query heads, W numbers that W_O takes.
+numbers of a cache entry, Hq query heads, W numbers of the output projection's input.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,44 +33,46 @@ from kvfold.ops import store
 from kvfold.ops.common.pages import LayerPages
 from kvfold.ops.common.plan import cdiv
 
-# In order of preference, as in `attention.selector`, which says why one does not serve a layer.
+# In order of preference; the first that supports a layer is used (`attention.selector`).
 DECODE: tuple[type[AttentionBackend], ...] = (TritonDecode, LatentDecode, NumbaDecode, Fallback)
 PREFILL: tuple[type[AttentionBackend], ...] = (TritonPrefill, Fallback)
-LONG = 1024  # tokens of a chunk whose tiles fill a GPU
+LONG_CHUNK = 1024  # tokens of a prefill chunk with enough tiles to fill a GPU
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
-    """What an engine says of a step, in which the first `decodes` requests have one token each.
+class BlockStep:
+    """One step of the engine. The first `num_decodes` requests have one new token each.
 
-    tables int32 [B, n] block numbers; lengths int32 [B] rows, the step's own included; slots int64
-    [N] where each token's row goes, block * page + row (negative: nowhere). On the host: starts
-    [B + 1] first tokens of requests; most [B]: lengths, or more; None in a graph.
+    tables int32 [B, n]: block numbers.
+    lengths int32 [B]: tokens of each request, including those of this step.
+    slots int64 [N]: where each new token is stored, block * page + offset; negative: nowhere.
+    starts [B + 1]: first token of each request (on the host).
+    max_lengths [B]: upper bounds of `lengths` (on the host); None while a graph is captured.
     """
 
     tables: Tensor
     lengths: Tensor
     slots: Tensor
-    decodes: int
+    num_decodes: int
     starts: Sequence[int]
-    most: Sequence[int] | None
+    max_lengths: Sequence[int] | None
 
 
 @dataclass(eq=False)
 class BlockView:
-    """Blocks as backends see a cache: a `CacheView`, of one step where there is one."""
+    """Blocks as attention backends see a cache (a `CacheView`); `step` is set within a step."""
 
     layout: CacheLayout
     dtype: torch.dtype
     device: torch.device
     max_tokens: int
-    step: Step | None = None
+    step: BlockStep | None = None
     pages: Mapping[int, LayerPages] = field(default_factory=dict)
 
     observing = None
 
     def lengths(self, slots: Tensor, groups: Tensor) -> Tensor:
-        """Equal for all groups."""
+        """Lengths [slots, groups], the same for all groups."""
         assert self.step is not None
         return self.step.lengths[slots][:, None].expand(-1, len(groups)).contiguous()
 
@@ -80,95 +82,120 @@ class BlockAttention:
 
     def __init__(self, layers: Sequence[LayerAttention], view: BlockView) -> None:
         self.layers, self.view = {layer.index: layer for layer in layers}, view
-        self.places: dict[int, Place] = {}
-        self.decode = choose(layers, view.layout, view.device.type, view.dtype, decode=True)
-        self.prefill = choose(layers, view.layout, view.device.type, view.dtype, decode=False)
+        self.locations: dict[int, BlockLocation] = {}
+        self.decode = choose_backends(
+            layers, view.layout, view.device.type, view.dtype, decode=True
+        )
+        self.prefill = choose_backends(
+            layers, view.layout, view.device.type, view.dtype, decode=False
+        )
         self.backend_factories: dict[type[AttentionBackend], Callable[..., AttentionBackend]] = {}
         for backend in {*self.decode.values(), *self.prefill.values()}:
             decoded = [x for x in layers if self.decode[x.index] is backend]
             self.backend_factories[backend] = backend.prepare(view, decoded, None)
 
-    def begin(self, step: Step) -> "BlockContext":
+    def begin(self, step: BlockStep) -> "BlockContext":
         return BlockContext(self, step)
 
-    def place(self, layer: int, cache: Tensor) -> "Place":
-        """Of a layer's blocks, which are an engine's for good."""
-        found = self.places.get(layer)
-        if found is None or found.begins != cache.data_ptr() or found.blocks != cache.shape[0]:
-            found = self.places[layer] = Place.of(cache, self.view.layout.groups_of_layer(layer))
-        return found
+    def location(self, layer: int, cache: Tensor) -> "BlockLocation":
+        """Where a layer's blocks are in memory; computed once per buffer."""
+        known = self.locations.get(layer)
+        if known is None or (known.data_ptr, known.blocks) != (cache.data_ptr(), len(cache)):
+            groups = self.view.layout.groups_of_layer(layer)
+            known = self.locations[layer] = BlockLocation.of(cache, groups)
+        return known
 
     @torch.inference_mode()
-    def warm_up(self, most: int) -> None:
-        """Compile what runs in steps that decode up to `most` requests beside a prompt's chunk, a
-        short one or a long one, of which an engine has no graphs; on blocks of its own."""
-        groups = self.view.layout.groups_of_layer
-        alike = {tuple(y.layout for y in groups(i)): x for i, x in self.layers.items()}
-        for layer in alike.values():
-            for i in range(most.bit_length()):
-                self._try(layer, 1 << i, 2)
-            self._try(layer, 1, min(LONG, self.view.max_tokens - 1))
-        self.places.clear()
+    def warm_up(self, max_num_decodes: int) -> None:
+        """Compile the kernels of steps without a CUDA graph, on blocks of their own.
 
-    def _try(self, layer: LayerAttention, decodes: int, chunk: int) -> None:
-        """A step of a layer: so many requests of one token, and a chunk of tokens behind one."""
-        view, count = self.view, decodes + chunk
+        Such a step decodes up to `max_num_decodes` requests, beside a short or a long prefill
+        chunk.
+        """
+        groups = self.view.layout.groups_of_layer
+        distinct = {tuple(y.layout for y in groups(i)): x for i, x in self.layers.items()}
+        for layer in distinct.values():
+            for i in range(max_num_decodes.bit_length()):
+                self._run_step(layer, 1 << i, 2)
+            self._run_step(layer, 1, min(LONG_CHUNK, self.view.max_tokens - 1))
+        self.locations.clear()
+
+    def _run_step(self, layer: LayerAttention, num_decodes: int, chunk: int) -> None:
+        """Run one layer in a step of `num_decodes` decoding requests and a prefill chunk after one
+        token."""
+        view, count = self.view, num_decodes + chunk
         shape = layer.geometry.num_query_heads, count, layer.key_width
         q = torch.zeros(shape, dtype=view.dtype, device=view.device)
-        rows = torch.zeros(count, layer.spec.row_width, dtype=view.dtype, device=view.device)
-        self.attend_alone(layer, self.step_of([1] * decodes, chunk, before=1), q, rows)
-
-    def step_of(self, lengths: Sequence[int], chunk: int, before: int = 0) -> Step:
-        """A step of one request for each of `lengths`, which decodes its last row, and of a chunk
-        of a prompt behind `before` rows. All read the same blocks, whose rows the chunk stores;
-        those of the others go nowhere."""
-        page, on = self.view.layout.page, self.view.device
-        every = [*lengths, before + chunk]
-        blocks = cdiv(max(every), page)
-        nowhere = torch.full((len(lengths),), -1)
-        slots = torch.cat((nowhere, page + torch.arange(before, before + chunk)))
-        return Step(
-            tables=torch.arange(1, blocks + 1, dtype=torch.int32, device=on).repeat(len(every), 1),
-            lengths=torch.tensor(every, dtype=torch.int32, device=on),
-            slots=slots.to(on),
-            decodes=len(lengths),
-            starts=[*range(len(every)), len(lengths) + chunk],
-            most=every,
+        entries = torch.zeros(count, layer.spec.row_width, dtype=view.dtype, device=view.device)
+        self.attend_on_new_blocks(
+            layer, self.make_step([1] * num_decodes, chunk, before=1), q, entries
         )
 
-    def attend_alone(self, layer: LayerAttention, step: Step, q: Tensor, rows: Tensor) -> Tensor:
-        """What W_O takes [N, W] of a layer in a step of `step_of`, on blocks made for it; q and
-        rows as of `BlockContext.attend`."""
+    def make_step(self, lengths: Sequence[int], chunk: int, before: int = 0) -> BlockStep:
+        """A step for trials: one decoding request per entry of `lengths`, and a prefill chunk after
+        `before` tokens.
+
+        All requests read the same blocks. The chunk's tokens are stored there; those of the
+        decoding requests are stored nowhere.
+        """
+        page, device = self.view.layout.page, self.view.device
+        all_lengths = [*lengths, before + chunk]
+        blocks = cdiv(max(all_lengths), page)
+        nowhere = torch.full((len(lengths),), -1)
+        slots = torch.cat((nowhere, page + torch.arange(before, before + chunk)))
+        return BlockStep(
+            tables=torch.arange(1, blocks + 1, dtype=torch.int32, device=device).repeat(
+                len(all_lengths), 1
+            ),
+            lengths=torch.tensor(all_lengths, dtype=torch.int32, device=device),
+            slots=slots.to(device),
+            num_decodes=len(lengths),
+            starts=[*range(len(all_lengths)), len(lengths) + chunk],
+            max_lengths=all_lengths,
+        )
+
+    def attend_on_new_blocks(
+        self, layer: LayerAttention, step: BlockStep, q: Tensor, entries: Tensor
+    ) -> Tensor:
+        """The output [N, W] of a layer in a step of `make_step`, on newly allocated blocks. q and
+        entries: as in `BlockContext.attend`."""
         groups = self.view.layout.groups_of_layer(layer.index)
         size = sum(group.layout.page_bytes for group in groups)
         blocks = 1 + step.tables.shape[1]
         cache = torch.zeros(blocks, size, dtype=torch.uint8, device=self.view.device)
-        out = rows.new_empty(len(rows), layer.output_width)
-        self.begin(step).attend(layer, cache, q, rows, out)
+        out = entries.new_empty(len(entries), layer.output_width)
+        self.begin(step).attend(layer, cache, q, entries, out)
         return out
 
 
-class Place(NamedTuple):
-    """Where a layer's blocks lie: their number and first byte, all bytes from it on, units from
-    block to block and of every group's page, and offsets of every block's pages as of one sequence,
-    int32 [1, G, blocks]."""
+class BlockLocation(NamedTuple):
+    """Where a layer's blocks are in memory.
+
+    blocks, data_ptr: their number, and the address of the first one.
+    arena: all bytes from the first block on.
+    stride: units from one block to the next.
+    units: units of each group's page.
+    tables int32 [1, G, blocks]: offsets of all blocks' pages, as of one sequence.
+    """
 
     blocks: int
-    begins: int
+    data_ptr: int
     arena: Tensor
     stride: int
     units: tuple[int, ...]
     tables: Tensor
 
     @classmethod
-    def of(cls, cache: Tensor, groups: tuple[Group, ...]) -> "Place":
-        arena, stride = arena_of(cache)
+    def of(cls, cache: Tensor, groups: tuple[Group, ...]) -> "BlockLocation":
+        arena, stride = as_arena(cache)
         units = tuple(group.layout.page_units for group in groups)
-        tables = _offsets(torch.arange(len(cache), device=arena.device)[None, None], units, stride)
+        tables = _page_offsets(
+            torch.arange(len(cache), device=arena.device)[None, None], units, stride
+        )
         return cls(len(cache), cache.data_ptr(), arena, stride, units, tables)
 
 
-def choose(
+def choose_backends(
     layers: Sequence[LayerAttention],
     layout: CacheLayout,
     device_type: str,
@@ -176,135 +203,149 @@ def choose(
     *,
     decode: bool,
 ) -> dict[int, type[AttentionBackend]]:
-    """The backend of every layer. Touches no device."""
+    """The attention backend of every layer, by layer number. Uses no device."""
     task = Task(decode=decode, observed=False, device_type=device_type, dtype=dtype)
     groups = [layout.groups_of_layer(x.index) for x in layers]
-    among = DECODE if decode else PREFILL
-    choices = [select(x, own, task, among) for x, own in zip(layers, groups, strict=True)]
+    candidates = DECODE if decode else PREFILL
+    selections = [select(x, y, task, candidates) for x, y in zip(layers, groups, strict=True)]
     if decode:
-        warn_of_fallback(layers, groups, choices, task)
-    return {x.index: y.backend for x, y in zip(layers, choices, strict=True)}
+        warn_of_fallback(layers, groups, selections, task)
+    return {x.index: y.backend for x, y in zip(layers, selections, strict=True)}
 
 
 class BlockContext:
-    """All layers' attention in one step. Nothing here waits for the device in a step that decodes
-    alone, so that a graph can hold it."""
+    """Attention of all layers in one step. A step that only decodes never waits for the device, so
+    that a CUDA graph can capture it."""
 
-    def __init__(self, attention: BlockAttention, step: Step) -> None:
+    def __init__(self, attention: BlockAttention, step: BlockStep) -> None:
         view = attention.view
         self.attention, self.step, device = attention, step, view.device
         self.pages: dict[int, LayerPages] = {}
         self.view = BlockView(
             view.layout, view.dtype, device, view.max_tokens, step=step, pages=self.pages
         )
-        # The engine's block 0 is nobody's: rows that go nowhere go there.
-        self.rows = step.slots.clamp(min=0)
-        self.zeros = torch.zeros_like(self.rows)
+        # Block 0 belongs to no request: entries to be stored nowhere are stored there.
+        self.slots = step.slots.clamp(min=0)
+        self.zeros = torch.zeros_like(self.slots)
         self.parts = self._parts()
         self.backends = {x: make(self.view) for x, make in attention.backend_factories.items()}
         self.tables: dict[tuple[int, ...], Tensor] = {}
-        self.counts: dict[int, tuple[Tensor, Tensor]] = {}
+        self.indices: dict[int, tuple[Tensor, Tensor]] = {}  # by number of groups
 
     @cached_property
     def positions(self) -> Tensor:
-        """Of the step's tokens in their sequences, int64 [N]."""
+        """Positions of the step's tokens in their sequences, int64 [N]."""
         return torch.cat([part.positions.flatten() for part in self.parts])
 
     def attend(
-        self, layer: LayerAttention, cache: Tensor, q: Tensor, rows: Tensor | None, out: Tensor
+        self, layer: LayerAttention, cache: Tensor, q: Tensor, entries: Tensor | None, out: Tensor
     ) -> None:
-        """Store rows [N, R] of a layer, None where another layer stored them, whose blocks are
-        cache [blocks, ..] of any dtype, and attend with q [Hq, N, .] in score space, into out
-        [N, W]."""
-        self._store(layer, cache, rows)
-        chosen, packed = self.attention, q[None]
+        """Store a layer's entries and attend, into out [N, W].
+
+        cache [blocks, ..]: the layer's blocks, of any dtype.
+        q [Hq, N, .]: queries in score space.
+        entries [N, R]: of the step's tokens; None if another layer stores them.
+        """
+        self._store(layer, cache, entries)
+        attention, packed = self.attention, q[None]
         for part in self.parts:
-            kind = (chosen.decode if part.decode else chosen.prefill)[layer.index]
-            into = out[part.first_token : part.first_token + part.positions.numel()]
-            into = into.view(*part.positions.shape, -1)
-            outputs = self.backends[kind].attend(layer, part, part.slice_of(packed), into)
-            if outputs is not into:
-                into.copy_(outputs)
+            backends = attention.decode if part.decode else attention.prefill
+            part_out = out[part.first_token : part.first_token + part.positions.numel()]
+            part_out = part_out.view(*part.positions.shape, -1)
+            backend = self.backends[backends[layer.index]]
+            outputs = backend.attend(layer, part, part.slice_of(packed), part_out)
+            if outputs is not part_out:
+                part_out.copy_(outputs)
 
-    def _store(self, layer: LayerAttention, cache: Tensor, rows: Tensor | None) -> None:
+    def _store(self, layer: LayerAttention, cache: Tensor, entries: Tensor | None) -> None:
+        """Append the step's entries, unless another layer stores them, and set the layer's
+        pages."""
         groups = self.view.layout.groups_of_layer(layer.index)
-        place = self.attention.place(layer.index, cache)
-        index, lengths = self._counts(len(groups))
-        if rows is not None:
-            store.append(
-                LayerPages(place.arena, place.tables, lengths, groups), rows, self.zeros, index
-            )
-        tables = self._tables(place)
-        self.pages[layer.index] = LayerPages(place.arena, tables, lengths, groups)
+        location = self.attention.location(layer.index, cache)
+        slots, lengths = self._indices(len(groups))
+        if entries is not None:
+            all_blocks = LayerPages(location.arena, location.tables, lengths, groups)
+            store.append(all_blocks, entries, self.zeros, slots)
+        tables = self._tables(location)
+        self.pages[layer.index] = LayerPages(location.arena, tables, lengths, groups)
 
-    def _counts(self, groups: int) -> tuple[Tensor, Tensor]:
-        """Of every group alike, where new rows go int64 [N, G], and lengths int32 [B, G]; made once
-        for all layers with as many."""
-        if groups not in self.counts:
+    def _indices(self, groups: int) -> tuple[Tensor, Tensor]:
+        """Slots of new entries int64 [N, G] and lengths int32 [B, G], the same for every group.
+        Computed once for all layers with that many groups."""
+        if groups not in self.indices:
             lengths = self.step.lengths[:, None].expand(-1, groups).contiguous()
-            self.counts[groups] = self.rows[:, None].expand(-1, groups), lengths
-        return self.counts[groups]
+            self.indices[groups] = self.slots[:, None].expand(-1, groups), lengths
+        return self.indices[groups]
 
-    def _tables(self, place: Place) -> Tensor:
-        """Offsets of the requests' pages int32 [B, G, n], which layers alike share."""
-        key = place.stride, *place.units
+    def _tables(self, location: BlockLocation) -> Tensor:
+        """Offsets of the requests' pages int32 [B, G, n]. Layers with the same page sizes share
+        them."""
+        key = location.stride, *location.units
         if key not in self.tables:
-            self.tables[key] = _offsets(self.step.tables[:, None], place.units, place.stride)
+            self.tables[key] = _page_offsets(
+                self.step.tables[:, None], location.units, location.stride
+            )
         return self.tables[key]
 
     def _parts(self) -> list[AttentionMetadata]:
-        """Those that decode, then the others one by one, as chunks of a prompt."""
+        """One part for all decoding requests, then one for each prefill chunk."""
         step = self.step
-        requests = len(step.tables)
-        parts = [self._part(0, step.decodes, 0, 1)] if step.decodes else []
-        for i in range(step.decodes, requests):
+        num_requests = len(step.tables)
+        parts = [self._part(0, step.num_decodes, 0, 1)] if step.num_decodes else []
+        for i in range(step.num_decodes, num_requests):
             begin, end = step.starts[i], step.starts[i + 1]
             if end > begin:
                 parts.append(self._part(i, i + 1, begin, end - begin))
         return parts
 
     def _part(self, first: int, last: int, begin: int, tokens: int) -> AttentionMetadata:
-        """Of requests first..last, of as many tokens each, from token `begin` on."""
+        """The part of requests first..last, of `tokens` tokens each, from token `begin` of the step
+        on."""
         step, view = self.step, self.view
         slots = torch.arange(first, last, device=view.device)
-        back = torch.arange(-tokens, 0, device=view.device)
+        offsets = torch.arange(-tokens, 0, device=view.device)
         count, layers = last - first, len(view.layout.spec.layers)
-        most = None if step.most is None else np.array(step.most[first:last], dtype=np.int64)
-        total = count * view.max_tokens if most is None else int(most.sum())
+        bounds, num_entries = np.empty(0), count * view.max_tokens
+        if step.max_lengths is not None:
+            bounds = np.array(step.max_lengths[first:last], dtype=np.int64)
+            num_entries = int(bounds.sum())
         groups = max(len(view.layout.groups_of_layer(i)) for i in self.attention.layers)
         return AttentionMetadata(
             first_token=begin,
             slots=slots,
-            positions=step.lengths[first:last, None] + back,
-            lengths=np.broadcast_to(np.empty(0) if most is None else most, (layers, *_shape(most))),
-            rows=total * groups,
+            positions=step.lengths[first:last, None] + offsets,
+            lengths=np.broadcast_to(bounds, (layers, *bounds.shape)),
+            rows=num_entries * groups,
             stop=view.max_tokens,
-            decode=first < step.decodes,
+            decode=first < step.num_decodes,
         )
 
 
-def _shape(most: np.ndarray | None) -> tuple[int, ...]:
-    return (0,) if most is None else most.shape
+def as_arena(cache: Tensor) -> tuple[Tensor, int]:
+    """The bytes of a layer's blocks as one uint8 tensor that begins at the first block, and the
+    units of 64 bytes from one block to the next.
 
-
-def arena_of(cache: Tensor) -> tuple[Tensor, int]:
-    """The bytes of a layer's blocks cache [blocks, ..], uint8 from its first block on, others
-    between them included; and units of 64 bytes from block to block."""
+    cache [blocks, ..]. The tensor includes bytes of other layers between the blocks.
+    """
     stride = cache.stride(0) * cache.dtype.itemsize
-    inner = cache[0].numel() * cache.dtype.itemsize
+    block_bytes = cache[0].numel() * cache.dtype.itemsize
     assert cache[0].is_contiguous(), "a block is bytes in a row"
     assert stride % UNIT == 0 and cache.data_ptr() % UNIT == 0, f"blocks of {stride} bytes"
-    flat = cache.as_strided(((stride * (len(cache) - 1) + inner) // cache.dtype.itemsize,), (1,))
-    return flat.view(torch.uint8), stride // UNIT
+    spanned = cache.as_strided(
+        ((stride * (len(cache) - 1) + block_bytes) // cache.dtype.itemsize,), (1,)
+    )
+    return spanned.view(torch.uint8), stride // UNIT
 
 
-def _offsets(blocks: Tensor, units: tuple[int, ...], stride: int) -> Tensor:
-    """blocks int [.., 1, n] -> int32 [.., G, n] offsets of their pages, in units."""
+def _page_offsets(blocks: Tensor, units: tuple[int, ...], stride: int) -> Tensor:
+    """Offsets of the pages of blocks, in units: int [.., 1, n] -> int32 [.., G, n]."""
     return (blocks * stride + first_pages(units, blocks.device)).int()
 
 
 @lru_cache(maxsize=256)
 def first_pages(units: tuple[int, ...], device: torch.device) -> Tensor:
-    """Where the pages of block 0 begin, pages of so many units: int32 [G, 1]. Made once, since a
-    graph cannot be captured while the host copies."""
+    """Offsets of the pages of block 0, whose groups have pages of `units`: int32 [G, 1].
+
+    Cached, because a graph cannot be captured while data is copied from the host.
+    """
     return torch.tensor([*accumulate(units[:-1], initial=0)], dtype=torch.int32).to(device)[:, None]

@@ -1,4 +1,4 @@
-"""Families that vLLM and kvfold both have, and what of them the plugin does not serve."""
+"""Which models the plugin can serve as folded checkpoints."""
 
 from typing import Any
 
@@ -11,8 +11,8 @@ ELSEWHERE = "serve it with kvfold.LLM"
 
 
 def architecture(config: Any) -> str:
-    """The architecture that serves models of a transformers config. Raises ValueError for those
-    that none does."""
+    """The vLLM architecture for models of a transformers config. Raises ValueError if the plugin
+    does not support it."""
     if config.model_type not in ARCHITECTURES:
         raise ValueError(
             f"kvfold's plugin for vLLM does not serve model type {config.model_type!r}; it serves"
@@ -25,8 +25,8 @@ def architecture(config: Any) -> str:
         )
     if rope_type(config) in LONG_ROPE:
         raise ValueError(
-            f"rope_type {rope_type(config)!r} gives a sequence other tables once it is long, which"
-            " no paged cache of kvfold serves: use transformers' generate"
+            f"rope_type {rope_type(config)!r} changes the RoPE tables of a sequence when it is"
+            " long; paged caches do not support it: use transformers' generate"
         )
     family_of(config)
     return ARCHITECTURES[config.model_type]

@@ -1,4 +1,4 @@
-"""What a model's tokens store under vLLM: by its config.json and the settings of a server."""
+"""The compressed cache of a model under vLLM: its spec, its settings and its size."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ from kvfold.layout.pages import CacheLayout, cache_layout
 from kvfold.maps.engine_model import rotated_maps
 from kvfold.maps.layer_maps import Maps
 from kvfold.models.families import family_of
-from kvfold.vllm_plugin.tensor_parallel import Share
+from kvfold.vllm_plugin.tensor_parallel import ProcessShare
 
 MAPS = "maps"
-SERVED = ("bits", "rotate", "sub_group", "zeros")  # of CacheConfig
-# The others, and the way out.
+SERVED = ("bits", "rotate", "sub_group", "zeros")  # supported fields of CacheConfig
+# Fields that are not supported: the reason, and the way out.
 REFUSED = {
     "evict": "vLLM has one block table for all heads of a layer, so nothing can be evicted by "
     "head; leave it out, or serve the model with kvfold.LLM",
@@ -33,30 +33,32 @@ REFUSED["keep_tokens"] = REFUSED["max_cache_tokens"] = REFUSED["repair"] = REFUS
 REFUSED["residual"] = REFUSED["format"]
 
 
-def settings(given: Any) -> tuple[str | None, CacheConfig]:
-    """Maps, if any, and the cache of `--additional-config '{"kvfold": {...}}'`. Raises ValueError
-    for what is no such setting, or is not served under vLLM."""
-    if not isinstance(given, Mapping):
+def parse_settings(config: Any) -> tuple[str | None, CacheConfig]:
+    """The maps (None: none) and the cache settings of `--additional-config '{"kvfold": {...}}'`.
+
+    Raises ValueError for unknown settings, and for those that are not supported under vLLM.
+    """
+    if not isinstance(config, Mapping):
         raise ValueError(
-            f"kvfold in --additional-config must be an object of settings; got {given!r}"
+            f"kvfold in --additional-config must be an object of settings; got {config!r}"
         )
-    others = {name: value for name, value in given.items() if name != MAPS}
-    for name in others:
+    cache_settings = {name: value for name, value in config.items() if name != MAPS}
+    for name in cache_settings:
         if name not in SERVED:
             why = REFUSED.get(name, "there is no such setting")
             raise ValueError(
                 f"kvfold in --additional-config: {name}: {why}. Legal: {', '.join((MAPS, *SERVED))}"
             )
-    maps = given.get(MAPS)
+    maps = config.get(MAPS)
     if maps is not None and not isinstance(maps, str):
         raise ValueError(
             f"kvfold in --additional-config: maps must be a folder or a name; got {maps!r}"
         )
-    return maps, CacheConfig(**others)
+    return maps, CacheConfig(**cache_settings)
 
 
 def check_served(vllm_config: Any) -> None:
-    """Raises ValueError for features of vLLM's that these caches cannot be used with."""
+    """Raises ValueError for vLLM features that do not work with a compressed cache."""
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     problem = None
     if cache.cache_dtype != "auto":
@@ -66,31 +68,43 @@ def check_served(vllm_config: Any) -> None:
         )
     elif parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         problem = (
-            "context parallelism cuts sequences, which kvfold's kernels read whole: leave it out"
+            "context parallelism splits sequences, and kvfold's kernels need whole ones: leave it "
+            "out"
         )
     if problem is not None:
         raise ValueError(f"kvfold's plugin for vLLM: {problem}")
 
 
 @dataclass(frozen=True, eq=False)
-class StoredCache:
-    """A model's cache. config: transformers', of a folded checkpoint, else None; spec: of the whole
-    model; turn: whether numbers that share a scale are rotated at load; dtype: of the model; share:
-    of this process."""
+class ModelCache:
+    """A model's compressed cache.
+
+    config: the transformers config of a folded checkpoint; None for a model with maps.
+    spec: of the whole model.
+    rotate: whether stored numbers that share a scale are rotated (Hadamard).
+    cache: the user's settings.
+    dtype: of the model.
+    share: this process's part under tensor parallelism.
+    """
 
     config: Any
     spec: CacheSpec
-    turn: bool
+    rotate: bool
     cache: CacheConfig
     dtype: torch.dtype
-    share: Share
+    share: ProcessShare
 
     @classmethod
-    def of(cls, config: Any, cache: CacheConfig, dtype: torch.dtype, share: Share) -> "StoredCache":
-        """Raises ValueError for a checkpoint's spec that is damaged, or was made for another model,
-        and for heads that the processes cannot share."""
-        found = config.quantization_config
-        artifact = KVFoldConfig(**found) if isinstance(found, Mapping) else found
+    def from_checkpoint(
+        cls, config: Any, cache: CacheConfig, dtype: torch.dtype, share: ProcessShare
+    ) -> "ModelCache":
+        """The cache of a folded checkpoint. config: its transformers config.
+
+        Raises ValueError for a damaged cache spec, for the spec of another model, and for heads
+        that cannot be divided between the processes.
+        """
+        saved = config.quantization_config
+        artifact = KVFoldConfig(**saved) if isinstance(saved, Mapping) else saved
         geometry, spec = family_of(config).geometry(config), artifact.spec
         if spec.geometry != geometry:
             raise ValueError(
@@ -99,28 +113,30 @@ class StoredCache:
             )
         if spec.hybrid is not None:
             raise ValueError(
-                "this checkpoint's rows have two widths (`hybrid`), and vLLM's blocks hold one: "
-                "serve it with kvfold, or compress the model without `hybrid`"
+                "this checkpoint's cache entries have two widths (`hybrid`), and vLLM's blocks "
+                "support only one: serve it with kvfold, or compress the model without `hybrid`"
             )
-        turn = cache.rotate and ((cache.bits or 16) < 16 or spec.planned)
+        rotate = cache.rotate and ((cache.bits or 16) < 16 or spec.planned)
         for index, layer in enumerate(spec.layers):
             share.check(geometry, layer, index)
-        return cls(config, spec, turn, cache, dtype, share)
+        return cls(config, spec, rotate, cache, dtype, share)
 
     @classmethod
-    def mapped(
-        cls, spec: CacheSpec, cache: CacheConfig, dtype: torch.dtype, share: Share
-    ) -> "StoredCache":
-        """Of a model with maps beside its weights. spec: as `maps.engine_model.served_spec`. Raises
-        ValueError for heads that the processes cannot share."""
+    def from_maps(
+        cls, spec: CacheSpec, cache: CacheConfig, dtype: torch.dtype, share: ProcessShare
+    ) -> "ModelCache":
+        """The cache of a model with maps. spec: a result of `maps.engine_model.served_spec`.
+
+        Raises ValueError for heads that cannot be divided between the processes.
+        """
         for index, layer in enumerate(spec.layers):
             share.check(spec.geometry, layer, index)
-        turn = cache.rotate and ((cache.bits or 16) < 16 or spec.planned)
-        return cls(None, spec, turn, cache, dtype, share)
+        rotate = cache.rotate and ((cache.bits or 16) < 16 or spec.planned)
+        return cls(None, spec, rotate, cache, dtype, share)
 
-    def turned(self, index: int, maps: Maps) -> Maps:
-        """A layer's maps, whose numbers are rotated where they are stored in few bits."""
-        if not self.turn:
+    def rotated(self, index: int, maps: Maps) -> Maps:
+        """A layer's maps, rotated if the cache rotates what it stores."""
+        if not self.rotate:
             return maps
         return rotated_maps(maps, self.spec.layers[index], self.cache.bits, self.format)
 
@@ -129,29 +145,31 @@ class StoredCache:
         return format_of(self.cache.format)
 
     @cached_property
-    def own(self) -> CacheSpec:
-        """Of this process."""
-        return self.share.of_spec(self.spec)
+    def local_spec(self) -> CacheSpec:
+        """The spec of this process's heads."""
+        return self.share.local_spec(self.spec)
 
-    def layout(self, block: int) -> CacheLayout:
-        """The pages of this process, of blocks of so many tokens."""
-        return _layout(self, self.share, block)
+    def layout(self, block_size: int) -> CacheLayout:
+        """The pages of this process. block_size: tokens of a block."""
+        return _layout(self, self.share, block_size)
 
-    def block_bytes(self, layer: int, block: int) -> int:
-        """Of a layer's block of so many tokens: equal in all processes, as vLLM wants it, whose
-        heads may differ."""
-        shares = [Share(rank, self.share.size) for rank in range(self.share.size)]
-        found = (_layout(self, share, block).groups_of_layer(layer) for share in shares)
-        return max(sum(group.layout.page_bytes for group in groups) for groups in found)
+    def block_bytes(self, layer: int, block_size: int) -> int:
+        """Bytes of a layer's block. vLLM wants all processes to have the same, so it is the largest
+        of all processes."""
+        shares = [ProcessShare(rank, self.share.size) for rank in range(self.share.size)]
+        groups = (_layout(self, share, block_size).groups_of_layer(layer) for share in shares)
+        return max(
+            sum(group.layout.page_bytes for group in share_groups) for share_groups in groups
+        )
 
 
 @lru_cache
-def _layout(stored: StoredCache, share: Share, block: int) -> CacheLayout:
-    cache = stored.cache
+def _layout(model_cache: ModelCache, share: ProcessShare, block_size: int) -> CacheLayout:
+    cache = model_cache.cache
     return cache_layout(
-        share.of_spec(stored.spec),
-        page=block,
-        itemsize=stored.dtype.itemsize,
+        share.local_spec(model_cache.spec),
+        page=block_size,
+        itemsize=model_cache.dtype.itemsize,
         bits=cache.bits,
         sub_group=cache.sub_group,
         zeros=cache.zeros,

@@ -1,9 +1,9 @@
-"""What attention needs beside the cache, allocated while vLLM measures a model's memory.
+"""Allocate attention's working memory while vLLM measures a model's memory.
 
-vLLM then calls the model without metadata, before there are blocks. One layer of each kind attends
-in the largest steps that there can be. What they allocate follows from the lengths that the host
-knows, so the host is told the longest ones, and the device short ones: that takes milliseconds. All
-block tables point to one block.
+vLLM then calls the model without metadata, before there are blocks. One layer of each kind runs the
+largest possible steps. Working memory depends on the lengths that the host knows, so the host gets
+the largest ones, and the device short ones, which takes only milliseconds. All block tables point
+to one block.
 """
 
 import logging
@@ -17,64 +17,76 @@ from vllm.platforms import current_platform
 
 from kvfold.attention.fallback import Fallback
 from kvfold.ops.common.plan import cdiv
-from kvfold.vllm_plugin.backend import CachedImpl, KVFoldMetadata, attention_over, cached_impls
-from kvfold.vllm_plugin.blocks import BlockAttention, Step
+from kvfold.vllm_plugin.backend import (
+    CachedImpl,
+    KVFoldMetadata,
+    cached_impls,
+    make_block_attention,
+)
+from kvfold.vllm_plugin.blocks import BlockAttention, BlockStep
 
 MEASURED = ("cuda", "xpu")  # devices whose memory vLLM measures
 logger = logging.getLogger("vllm.kvfold")  # which vLLM's handlers print
 
 
 def profile_memory(vllm_config: VllmConfig) -> None:
-    """Let a model's layers attend while vLLM measures memory."""
+    """Let a model's attention layers allocate their working memory while vLLM measures memory."""
     profile = MemoryProfile(vllm_config)
     for impl in cached_impls(vllm_config):
         impl.profile = profile
 
 
 class MemoryProfile:
-    """Of one model. waiting: layers that are still to attend, and how; held: what a step's layers
-    share, which is there until its last one has attended."""
+    """The profiling steps of one model.
+
+    pending: layers that are still to run, with their attention; None: not begun.
+    held_metadata: of the layers that have run. In a real step it exists until the last layer has
+        run, so it is held as long here.
+    """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self.config = vllm_config
-        self.waiting: dict[CachedImpl, BlockAttention] | None = None
-        self.held: list[KVFoldMetadata] = []
+        self.pending: dict[CachedImpl, BlockAttention] | None = None
+        self.held_metadata: list[KVFoldMetadata] = []
 
     def steps(
         self, impl: CachedImpl, tokens: int, device: torch.device
     ) -> Iterator[tuple[Tensor, KVFoldMetadata]]:
-        """Steps of at most so many tokens that a layer shall attend in, each with blocks uint8
-        [2, bytes]. Nothing for layers like others before them, and none a second time."""
+        """The profiling steps of a layer, of `tokens` tokens at most: (blocks uint8 [2, bytes],
+        metadata).
+
+        Empty for all layers of a kind but one, and after the first call.
+        """
         if device.type not in MEASURED:
             return
-        if self.waiting is None:
-            self.waiting = self._one_of_each(device)
-        attention = self.waiting.pop(impl, None)
+        if self.pending is None:
+            self.pending = self._one_per_kind(device)
+        attention = self.pending.pop(impl, None)
         if attention is None:
             return
         page = attention.view.layout.page
-        size = impl.stored.block_bytes(impl.maps.index, page)
+        size = impl.model_cache.block_bytes(impl.maps.index, page)
         blocks = torch.zeros(2, size, dtype=torch.uint8, device=device)
-        for decodes in sorted({0, self._decodes(impl, attention, tokens)}):
-            step = self._step(tokens, decodes, page, device)
+        for num_decodes in sorted({0, self._num_decodes(impl, attention, tokens)}):
+            step = self._step(tokens, num_decodes, page, device)
             metadata = KVFoldMetadata(tokens, step, attention)
             yield blocks, metadata
-        self.held.append(metadata)
-        if not self.waiting:
-            self.held.clear()
+        self.held_metadata.append(metadata)
+        if not self.pending:
+            self.held_metadata.clear()
 
-    def _one_of_each(self, device: torch.device) -> dict[CachedImpl, BlockAttention]:
-        """The layer with the widest entries of all that share a builder of metadata, the same in
-        all processes."""
-        block, kinds = self.config.cache_config.block_size, defaultdict(list)
+    def _one_per_kind(self, device: torch.device) -> dict[CachedImpl, BlockAttention]:
+        """The layer with the widest entries of all that share a metadata builder; the same in all
+        processes."""
+        block_size, kinds = self.config.cache_config.block_size, defaultdict(list)
         for impl in cached_impls(self.config):
             if not impl.reads_only:
-                size = impl.stored.block_bytes(impl.maps.index, block)
-                kinds[id(impl.stored), size, impl.maps.window].append(impl)
-        found = {}
+                size = impl.model_cache.block_bytes(impl.maps.index, block_size)
+                kinds[id(impl.model_cache), size, impl.maps.window].append(impl)
+        layers = {}
         for impls in kinds.values():
-            widest = max(impls, key=lambda x: x.stored.spec.layers[x.maps.index].row_width)
-            attention = attention_over(impls, block, self.config, device)
+            widest = max(impls, key=lambda x: x.model_cache.spec.layers[x.maps.index].row_width)
+            attention = make_block_attention(impls, block_size, self.config, device)
             if device.type != "cpu" and attention.prefill[widest.maps.index] is Fallback:
                 logger.warning(
                     "kvfold: plain PyTorch attends to prompts in layer %d, and what it needs for"
@@ -83,40 +95,40 @@ class MemoryProfile:
                     widest.maps.index,
                 )
             else:
-                found[widest] = attention
-        return found
+                layers[widest] = attention
+        return layers
 
-    def _decodes(self, impl: CachedImpl, attention: BlockAttention, tokens: int) -> int:
-        """Requests that decode in the largest step. None where plain PyTorch decodes on a GPU: it
-        needs as much as the entries of all of them, decoded."""
+    def _num_decodes(self, impl: CachedImpl, attention: BlockAttention, tokens: int) -> int:
+        """Decoding requests of the largest step. 0 if plain PyTorch decodes on a GPU, because it
+        needs as much memory as the decoded entries of all of them."""
         if attention.view.device.type != "cpu" and attention.decode[impl.maps.index] is Fallback:
             return 0
         return min(self.config.scheduler_config.max_num_seqs, tokens - 1)
 
-    def _step(self, tokens: int, decodes: int, page: int, device: torch.device) -> Step:
-        """So many requests that decode, and chunks of prompts: all as long as a request can be, and
-        those that decode as they fit the device's memory together."""
+    def _step(self, tokens: int, num_decodes: int, page: int, device: torch.device) -> BlockStep:
+        """A step of decoding requests and prefill chunks. Chunks are of requests of the maximum
+        length; the decoding requests are as long as fit the device's memory together."""
         longest = self.config.model_config.max_model_len
-        chunks = [min(longest, tokens - x) for x in range(decodes, tokens, longest)]
-        counts = [1] * decodes + chunks
-        stored = min(longest, max(1, self._most_cached() // max(1, decodes)))
+        chunks = [min(longest, tokens - x) for x in range(num_decodes, tokens, longest)]
+        counts = [1] * num_decodes + chunks
+        cached = min(longest, max(1, self._max_cached_tokens() // max(1, num_decodes)))
         starts = [0]
         for count in counts:
             starts.append(starts[-1] + count)
         table = torch.ones(1, cdiv(longest, page), dtype=torch.int32, device=device)
-        return Step(
+        return BlockStep(
             tables=table.expand(len(counts), -1),
             lengths=torch.tensor(counts, dtype=torch.int32, device=device),
             slots=page + torch.arange(tokens, device=device) % page,
-            decodes=decodes,
+            num_decodes=num_decodes,
             starts=starts,
-            most=[stored] * decodes + [longest] * len(chunks),
+            max_lengths=[cached] * num_decodes + [longest] * len(chunks),
         )
 
-    def _most_cached(self) -> int:
-        """Tokens whose entries fit the whole device, those within windows not counted."""
-        block = self.config.cache_config.block_size
+    def _max_cached_tokens(self) -> int:
+        """Tokens whose entries fit in the device's memory, not counting layers with a window."""
+        block_size = self.config.cache_config.block_size
         impls = [x for x in cached_impls(self.config) if not x.reads_only]
         whole = [x for x in impls if x.maps.window is None] or impls
-        size = sum(x.stored.block_bytes(x.maps.index, block) for x in whole)
-        return current_platform.get_device_total_memory() * block // size
+        size = sum(x.model_cache.block_bytes(x.maps.index, block_size) for x in whole)
+        return current_platform.get_device_total_memory() * block_size // size

@@ -1,5 +1,5 @@
-"""The checkpoints' format as vLLM knows it: which model class reads them. Weights that are not of
-attentions are those of the original."""
+"""Registers folded checkpoints with vLLM, as the quantization method "kvfold". It selects the model
+class; weights outside of attention are loaded unquantised."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from vllm.model_executor.layers.quantization.base_config import (
 
 
 class KVFoldQuantization(QuantizationConfig):
-    """Of a folded checkpoint."""
+    """vLLM's config of a folded checkpoint."""
 
     def get_name(self) -> str:
         return "kvfold"
@@ -38,15 +38,15 @@ class KVFoldQuantization(QuantizationConfig):
     def maybe_update_config(
         self, model_name: str, hf_config: Any = None, revision: str | None = None
     ) -> None:
-        """Name the class that serves it, in vLLM's copy of the config. Raises ValueError for a
-        model that is no folded checkpoint."""
-        from kvfold.vllm_plugin.families import architecture  # only where it is served
+        """Set the model class in vLLM's copy of the config. Raises ValueError for a model that is
+        not a folded checkpoint."""
+        from kvfold.vllm_plugin.families import architecture  # only if such a model is served
 
         if hf_config is None:
             return
         if getattr(hf_config, "quantization_config", None) is None:
             raise ValueError(
-                "--quantization kvfold is of folded checkpoints, which say it themselves: leave it"
-                " out; few bits and maps are named in --additional-config"
+                "--quantization kvfold is for folded checkpoints, whose config sets it: leave it"
+                " out; bits and maps are set in --additional-config"
             )
         hf_config.architectures = [architecture(hf_config)]

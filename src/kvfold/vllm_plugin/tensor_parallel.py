@@ -1,8 +1,10 @@
-"""A process's share of a model's heads, where several serve it together (tensor parallelism).
+"""The heads, latents and maps of one process under tensor parallelism.
 
-Heads are dealt out in order. A latent that heads of several processes share is stored by each of
-them, whole; its maps are cut by head. Shapes: Hq / Hk query / KV heads of the model, d head dim, n
-latents of one side, r their largest rank.
+Each process has consecutive query heads. A latent whose heads belong to several processes is stored
+whole by each of them; its up-projections are split by head.
+
+Shapes: Hq / Hk query / KV heads of the model, d head dim, n latents of one side, r their largest
+rank.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,98 +20,105 @@ from kvfold.models.folded import FoldedAttention
 
 
 @dataclass(frozen=True)
-class Share:
-    """That of process `rank` of `size`."""
+class ProcessShare:
+    """The part of process `rank` of `size`."""
 
     rank: int = 0
     size: int = 1
 
-    def queries(self, geometry: Geometry) -> range:
-        """Its query heads."""
+    def query_heads(self, geometry: Geometry) -> range:
+        """The query heads of this process."""
         count = geometry.num_query_heads // self.size
         return range(self.rank * count, (self.rank + 1) * count)
 
-    def heads(self, geometry: Geometry) -> range:
-        """The KV heads that they read."""
-        queries, each = self.queries(geometry), geometry.queries_per_kv
-        return range(queries.start // each, (queries.stop - 1) // each + 1)
+    def kv_heads(self, geometry: Geometry) -> range:
+        """The KV heads that those query heads read."""
+        queries, group = self.query_heads(geometry), geometry.queries_per_kv
+        return range(queries.start // group, (queries.stop - 1) // group + 1)
 
-    def of_geometry(self, geometry: Geometry) -> Geometry:
-        heads = len(self.heads(geometry)), len(self.queries(geometry))
+    def local_geometry(self, geometry: Geometry) -> Geometry:
+        """A geometry with the heads of this process only."""
+        heads = len(self.kv_heads(geometry)), len(self.query_heads(geometry))
         return replace(geometry, num_kv_heads=heads[0], num_query_heads=heads[1])
 
-    def of_layer(self, geometry: Geometry, layer: LayerSpec) -> LayerSpec:
-        """What it stores, its heads counted from 0."""
-        heads = self.heads(geometry)
+    def local_layer(self, geometry: Geometry, layer: LayerSpec) -> LayerSpec:
+        """What this process stores of a layer, its heads counted from 0."""
+        first = self.kv_heads(geometry).start
         latents = [
-            replace(layer.latents[i], heads=tuple(head - heads.start for head in own))
-            for i, own in self._kept(geometry, layer.latents)
+            replace(layer.latents[i], heads=tuple(head - first for head in heads))
+            for i, heads in self._local_latents(geometry, layer.latents)
         ]
         return replace(layer, latents=tuple(latents))
 
-    def of_spec(self, spec: CacheSpec) -> CacheSpec:
+    def local_spec(self, spec: CacheSpec) -> CacheSpec:
+        """What this process stores."""
         if self.size == 1:
             return spec
-        layers = tuple(self.of_layer(spec.geometry, layer) for layer in spec.layers)
-        return replace(spec, geometry=self.of_geometry(spec.geometry), layers=layers)
+        layers = tuple(self.local_layer(spec.geometry, layer) for layer in spec.layers)
+        return replace(spec, geometry=self.local_geometry(spec.geometry), layers=layers)
 
     def check(self, geometry: Geometry, layer: LayerSpec, index: int) -> None:
-        """Raises ValueError where no such share of a layer can be computed by itself."""
+        """Raises ValueError if a process cannot compute its part of a layer by itself."""
         heads, size = geometry.num_kv_heads, self.size
         problem = None
         if geometry.num_query_heads % size or (heads % size and size % heads):
             problem = f"{geometry.num_query_heads} query and {heads} KV heads do not divide evenly"
         for latents in (layer.key_latents, layer.value_latents) if problem is None else ():
-            if len({len(own) for _, own in self._kept(geometry, latents)}) > 1:
-                problem = f"it cuts the heads of layer {index} that share latents unevenly"
-        mapped = layer.keys == "post_rope" or (geometry.key_norm and layer.keys != "plain")
-        for i, own in self._kept(geometry, layer.key_latents) if mapped and not problem else ():
-            if own != layer.key_latents[i].heads:
-                problem = f"keys of layer {index} are mapped together once they are normalised"
+            if len({len(local) for _, local in self._local_latents(geometry, latents)}) > 1:
+                problem = f"it splits the heads of layer {index} that share latents unevenly"
+        joint = layer.keys == "post_rope" or (geometry.key_norm and layer.keys != "plain")
+        key_latents = self._local_latents(geometry, layer.key_latents)
+        for i, local in key_latents if joint and not problem else ():
+            if local != layer.key_latents[i].heads:
+                problem = f"keys of layer {index} are mapped together after they are normalised"
         if problem is not None:
             raise ValueError(
                 f"tensor_parallel_size={size}: {problem}; take another size, or pipeline"
                 " parallelism"
             )
 
-    def of_tensors(self, whole: FoldedAttention, part: FoldedAttention) -> dict[str, Tensor]:
-        """The tensors of `part`, which is of this share, by name. Outputs of all shares add up to
-        the whole's."""
+    def local_tensors(self, whole: FoldedAttention, part: FoldedAttention) -> dict[str, Tensor]:
+        """The tensors of `part`, by name: this process's slices of `whole`. The outputs of all
+        processes add up to the output of `whole`."""
         if self.size == 1:
             return whole.state_dict()
         g, spec = whole.geometry, whole.spec
-        queries, heads, each = self.queries(g), self.heads(g), g.queries_per_kv
-        whole_queries = [g.head_dim] * g.num_query_heads
-        folded = whole.key_columns.head_ranks(each) if whole.query_folded else whole_queries
+        queries, heads, group = self.query_heads(g), self.kv_heads(g), g.queries_per_kv
+        head_widths = [g.head_dim] * g.num_query_heads
+        folded = whole.key_columns.head_ranks(group) if whole.query_folded else head_widths
         fused = spec.values == "fused"
-        outputs = whole.value_columns.head_ranks(each) if fused else whole_queries
-        found = {}
+        outputs = whole.value_columns.head_ranks(group) if fused else head_widths
+        tensors = {}
         for name, x in whole.state_dict().items():
             module, _, _ = name.partition(".")
             if module == "q_proj":
-                x = _take(x, folded, queries)
+                x = _take_parts(x, folded, queries)
             elif module == "k_proj":
-                x = _take(x, [g.head_dim] * g.num_kv_heads, heads)
+                x = _take_parts(x, [g.head_dim] * g.num_kv_heads, heads)
             elif module == "down_proj":
-                x = self._of_latents(x, g, whole.linear_latents)
+                x = self._slice_latents(x, g, whole.linear_latents)
             elif name == "key_shift":
-                x = self._of_latents(x, g, spec.key_latents)
+                x = self._slice_latents(x, g, spec.key_latents)
             elif name == "key_mean":
                 x = x[heads.start : heads.stop]
             elif name in ("key_up", "key_down", "value_up"):
                 side = spec.value_latents if name == "value_up" else spec.key_latents
-                x = self._of_stack(x, g, side)
+                x = self._slice_stack(x, g, side)
             elif name == "o_proj.weight":
-                x = _take(x, outputs, queries, dim=1)
+                x = _take_parts(x, outputs, queries, dim=1)
             elif name == "o_proj.bias" and self.rank:
-                x = torch.zeros_like(x)  # the first adds it
-            found[name] = x
-        return found
+                x = torch.zeros_like(x)  # rank 0 adds the bias
+            tensors[name] = x
+        return tensors
 
-    def of_maps(self, maps: Maps, geometry: Geometry, layer: LayerSpec) -> Maps:
-        """A layer's maps beside the weights, for this process. Its value latents stay whole where
-        heads of several processes share them: what they store is made from all of those heads.
-        Raises ValueError for key latents that heads share."""
+    def local_maps(self, maps: Maps, geometry: Geometry, layer: LayerSpec) -> Maps:
+        """This process's part of a layer's maps.
+
+        Value latents whose heads belong to several processes stay whole, because their entries
+        depend on the values of all of those heads.
+
+        Raises ValueError for key latents of several heads.
+        """
         if self.size == 1:
             return maps
         if len(maps.key_down) != geometry.num_kv_heads:
@@ -118,12 +127,12 @@ class Share:
                 " which each process has some; take pipeline parallelism, or recipe 'swift' or"
                 " 'lean'"
             )
-        heads = slice(self.heads(geometry).start, self.heads(geometry).stop)
-        kept = [i for i, _ in self._kept(geometry, layer.value_latents)]
+        heads = slice(self.kv_heads(geometry).start, self.kv_heads(geometry).stop)
+        latents = [i for i, _ in self._local_latents(geometry, layer.value_latents)]
         dv = maps.value_mean.shape[1]
         ups = []
-        for i, own in self._kept(geometry, layer.value_latents):
-            places = [layer.value_latents[i].heads.index(head) for head in own]
+        for i, local in self._local_latents(geometry, layer.value_latents):
+            places = [layer.value_latents[i].heads.index(head) for head in local]
             ups.append(maps.value_up[i].unflatten(0, (-1, dv))[places].flatten(0, 1))
         parts = {"key_mean": maps.key_mean[heads]} if isinstance(maps, RopeMaps) else {}
         return replace(
@@ -131,47 +140,47 @@ class Share:
             key_down=maps.key_down[heads],
             key_up=maps.key_up[heads],
             key_shift=maps.key_shift[heads],
-            value_down=maps.value_down[kept],
+            value_down=maps.value_down[latents],
             value_up=torch.stack(ups),
-            value_shift=maps.value_shift[kept],
+            value_shift=maps.value_shift[latents],
             value_mean=maps.value_mean[heads],
             **parts,
         )
 
-    def gathered(self, geometry: Geometry, layer: LayerSpec) -> list[int] | None:
-        """Where the heads that this process's value latents are made from lie among those of all
-        processes, one after another; None where they are its own."""
-        kept = [layer.value_latents[i].heads for i, _ in self._kept(geometry, layer.value_latents)]
-        heads = sorted(head for latent in kept for head in latent)
-        if heads == list(self.heads(geometry)):
+    def gathered_heads(self, geometry: Geometry, layer: LayerSpec) -> list[int] | None:
+        """The heads whose values this process needs for its value latents, as indices into the
+        all-gathered KV heads of all processes; None if they are its own heads."""
+        latents = self._local_latents(geometry, layer.value_latents)
+        heads = sorted(head for i, _ in latents for head in layer.value_latents[i].heads)
+        if heads == list(self.kv_heads(geometry)):
             return None
         copies = max(1, self.size // geometry.num_kv_heads)  # processes that have the same head
         return [head * copies for head in heads]
 
-    def _kept(
+    def _local_latents(
         self, geometry: Geometry, latents: Sequence[Latent]
     ) -> list[tuple[int, tuple[int, ...]]]:
-        """The latents that it stores, and the heads of each that are its own."""
-        heads = self.heads(geometry)
-        found = ((i, tuple(h for h in x.heads if h in heads)) for i, x in enumerate(latents))
-        return [(i, own) for i, own in found if own]
+        """(index, heads of this process) of the latents that this process stores."""
+        heads = self.kv_heads(geometry)
+        pairs = ((i, tuple(h for h in x.heads if h in heads)) for i, x in enumerate(latents))
+        return [(i, local) for i, local in pairs if local]
 
-    def _of_latents(self, x: Tensor, geometry: Geometry, latents: Sequence[Latent]) -> Tensor:
-        """x [sum of ranks, ..], latent after latent."""
-        kept = [i for i, _ in self._kept(geometry, latents)]
-        return _take(x, [latent.rank for latent in latents], kept)
+    def _slice_latents(self, x: Tensor, geometry: Geometry, latents: Sequence[Latent]) -> Tensor:
+        """Slice x [sum of ranks, ..], the ranks of one latent after another."""
+        indices = [i for i, _ in self._local_latents(geometry, latents)]
+        return _take_parts(x, [latent.rank for latent in latents], indices)
 
-    def _of_stack(self, x: Tensor, geometry: Geometry, latents: Sequence[Latent]) -> Tensor:
-        """x [n, heads * d, r]."""
-        kept, d = self._kept(geometry, latents), geometry.head_dim
-        widest = max(latents[i].rank for i, _ in kept)
+    def _slice_stack(self, x: Tensor, geometry: Geometry, latents: Sequence[Latent]) -> Tensor:
+        """Slice x [n, heads * d, r], one matrix per latent."""
+        local_latents, d = self._local_latents(geometry, latents), geometry.head_dim
+        widest = max(latents[i].rank for i, _ in local_latents)
         parts = []
-        for i, own in kept:
-            heads = [latents[i].heads.index(head) for head in own]
+        for i, local in local_latents:
+            heads = [latents[i].heads.index(head) for head in local]
             parts.append(x[i].unflatten(0, (-1, d))[heads].flatten(0, 1)[:, :widest])
         return torch.stack(parts)
 
 
-def _take(x: Tensor, widths: list[int], kept: Iterable[int], dim: int = 0) -> Tensor:
+def _take_parts(x: Tensor, widths: list[int], indices: Iterable[int], dim: int = 0) -> Tensor:
     parts = x.split(widths, dim)
-    return torch.cat([parts[i] for i in kept], dim)
+    return torch.cat([parts[i] for i in indices], dim)

@@ -1,4 +1,4 @@
-"""A short trial of every layer's attention over blocks, before vLLM serves a request."""
+"""Check every layer's attention before vLLM serves requests."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -10,25 +10,25 @@ from kvfold.vllm_plugin.blocks import BlockAttention
 if TYPE_CHECKING:
     from kvfold.vllm_plugin.backend import CachedImpl
 
-CHUNK = 64  # tokens of a prompt
-LENGTHS = (1, 2, 5, 12, 27, 50)  # of requests that decode beside it, over its first rows
+CHUNK = 64  # tokens of the trial's prefill chunk
+LENGTHS = (1, 2, 5, 12, 27, 50)  # of its decoding requests, which read the chunk's first tokens
 
 
 @torch.inference_mode()
 def check_attention(attention: BlockAttention, layers: "Sequence[CachedImpl]") -> None:
-    """Attention of tokens that each layer gives as a sample, on blocks of its own. Raises
-    ValueError naming the first layer whose outputs are not finite."""
+    """Run every layer's attention on sample inputs and new blocks. Raises ValueError naming the
+    first layer with outputs that are not finite."""
     view = attention.view
     chunk = min(CHUNK, view.max_tokens)
     lengths = [n for n in LENGTHS if n <= chunk]
     positions = torch.tensor([*(n - 1 for n in lengths), *range(chunk)], device=view.device)
-    step = attention.step_of(lengths, chunk)
+    step = attention.make_step(lengths, chunk)
     finite = []
     for layer in layers:
-        q, rows = layer.sample(positions)
-        out = attention.attend_alone(layer.maps, step, q, rows)
-        finite.append(layer.finish(out).isfinite().all())
-    attention.places.clear()
+        q, entries = layer.sample_inputs(positions)
+        out = attention.attend_on_new_blocks(layer.maps, step, q, entries)
+        finite.append(layer.project_output(out).isfinite().all())
+    attention.locations.clear()
     if bool(torch.stack(finite).all()):
         return
     first = layers[[bool(x) for x in finite].index(False)].maps.index

@@ -1,4 +1,4 @@
-"""A checkpoint's attention weights, layer by layer, as the folded attention that vLLM runs."""
+"""Load a folded checkpoint's attention weights, layer by layer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,43 +11,45 @@ from kvfold.models.adapter import HFAttention
 from kvfold.models.families import family_of
 from kvfold.models.rotary import RotaryTable, rope_type
 from kvfold.models.rotate import rotate_layer
-from kvfold.vllm_plugin.model_cache import StoredCache
+from kvfold.vllm_plugin.model_cache import ModelCache
 
 
 def empty_layer(config: Any, spec: CacheSpec, index: int) -> HFAttention:
-    """A folded attention without numbers, on torch's current default device."""
+    """A folded attention with uninitialised weights, on torch's current default device."""
     folded = family_of(config).folded[config.model_type]
     return folded(config, spec.geometry, spec.layers[index], index).requires_grad_(False)
 
 
-def fold_layer(stored: StoredCache, index: int, tensors: Mapping[str, Tensor]) -> HFAttention:
-    """Layer `index`, whole, of a folded checkpoint's attention tensors by name; rotated where that
-    is wanted. Raises ValueError for tensors
-    that are missing or of another shape."""
+def fold_layer(model_cache: ModelCache, index: int, tensors: Mapping[str, Tensor]) -> HFAttention:
+    """Layer `index` of a folded checkpoint, with the heads of all processes, from its tensors by
+    name; rotated if the cache is.
+
+    Raises ValueError for tensors that are missing or have another shape.
+    """
     with torch.device("meta"):
-        whole = empty_layer(stored.config, stored.spec, index)
-    # vLLM evicts nothing by what was learned of rows; the other one is a guard.
-    unused = ("score_map", family_of(stored.config).plain_weight)
-    found = {name: x.to(stored.dtype) for name, x in tensors.items() if name not in unused}
+        whole = empty_layer(model_cache.config, model_cache.spec, index)
+    # score_map is for learned eviction; plain_weight only marks that the layer is folded.
+    unused = ("score_map", family_of(model_cache.config).plain_weight)
+    loaded = {name: x.to(model_cache.dtype) for name, x in tensors.items() if name not in unused}
     wanted = {name: x.shape for name, x in whole.state_dict().items()}
     wrong = sorted(
         name
-        for name in wanted.keys() | found.keys()
-        if name not in found or wanted.get(name) != found[name].shape
+        for name in wanted.keys() | loaded.keys()
+        if name not in loaded or wanted.get(name) != loaded[name].shape
     )
     if wrong:
         raise ValueError(
             f"layer {index}: {', '.join(wrong)} missing, unexpected or of another shape; the "
             "checkpoint's files do not belong together: copy it again"
         )
-    whole.load_state_dict(found, assign=True)
-    if stored.turn:
-        rotate_layer(whole, stored.cache.bits, stored.format)
+    whole.load_state_dict(loaded, assign=True)
+    if model_cache.rotate:
+        rotate_layer(whole, model_cache.cache.bits, model_cache.format)
     return whole
 
 
 def rotary_table(config: Any, device: torch.device) -> RotaryTable | None:
-    """The model's own RoPE, None where it has none."""
+    """The model's RoPE; None if it has none."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
