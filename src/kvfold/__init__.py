@@ -1,4 +1,4 @@
-"""kvfold: shrink a language model's KV cache and measure what it costs."""
+"""kvfold: compress the KV cache of language models, and measure what it costs."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from kvfold.recovery import recover as recover
 
 __version__ = "0.1.0"
-# Where public names are; torch and transformers are imported when the first of them is asked for.
-_HOMES = {
+# Module of each public name. They load lazily, so that `import kvfold` does not import torch.
+_MODULES = {
     "LLM": "engine.api.llm",
     "AsyncLLM": "engine.api.async_llm",
     "CacheParams": "engine.requests.request",
@@ -42,7 +42,7 @@ _HOMES = {
     "recover": "recovery",
     "reference": "hub.loading",
 }
-__all__ = ["__version__", "published", "recipes", *_HOMES]
+__all__ = ["__version__", "published", "recipes", *_MODULES]
 
 register()
 
@@ -50,12 +50,12 @@ register()
 def __getattr__(name: str) -> Any:
     if name in ("published", "recipes"):
         return import_module(f"kvfold.{name}")
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'kvfold' has no attribute {name!r}")
     probe_transformers()
-    found = getattr(import_module(f"kvfold.{_HOMES[name]}"), name)
-    globals()[name] = found
-    return found
+    value = getattr(import_module(f"kvfold.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

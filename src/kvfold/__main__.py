@@ -1,4 +1,4 @@
-"""python -m kvfold: the command line."""
+"""The command line: `kvfold`, or `python -m kvfold`."""
 
 import atexit
 import gc
@@ -6,8 +6,8 @@ import sys
 
 
 def run() -> int:
-    """As `kvfold.cli.main.main`, while whose modules load an interrupt is one line, too."""
-    # At the end, or Python's last collection goes through all of torch: a second of a core.
+    """Run `kvfold.cli.main.main`. An interrupt while modules load also prints only one line."""
+    # Otherwise Python's last garbage collection visits all of torch, which takes a second.
     atexit.register(gc.freeze)
     try:
         from kvfold.cli.main import main

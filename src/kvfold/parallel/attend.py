@@ -1,5 +1,5 @@
-"""What a rank sends of its tokens for another rank's heads, and attention of its own heads over all
-tokens.
+"""The message with a rank's tokens for the heads of another rank, and attention of a rank's heads
+over all tokens.
 
 Shapes: n tokens of a rank, N of all; H query heads of a share, K KV heads, W numbers of a message;
 d head dim, R numbers of a cache entry.
@@ -84,12 +84,11 @@ def _by_torch(layer: LayerAttention, q: Tensor, keys: KVView, values: KVView) ->
 
 
 def _keys(
-    layer: LayerAttention, share: HeadShare, x: Tensor, where: Sequence[ColumnRange], tokens: range
+    layer: LayerAttention, share: HeadShare, x: Tensor, ranges: Sequence[ColumnRange], tokens: range
 ) -> Tensor:
-    """The share's keys [n, K, d], reconstructed from the columns `where` of x [n, .] for
-    `tokens`."""
-    assert layer.key_up is not None and layer.key_mean is not None, "keys are rebuilt"
-    k = _mapped(share, x, where, layer.key_columns, layer.key_up)
+    """The share's keys [n, K, d] of `tokens`, reconstructed from column ranges of x [n, .]."""
+    assert layer.key_up is not None and layer.key_mean is not None, "keys are reconstructed"
+    k = _up_projected(share, x, ranges, layer.key_columns, layer.key_up)
     k = k + torch.stack([layer.key_mean[head] for head in share.kv])
     if layer.rope is None:
         return k
@@ -99,28 +98,28 @@ def _keys(
 
 
 def _values(
-    layer: LayerAttention, share: HeadShare, x: Tensor, where: Sequence[ColumnRange]
+    layer: LayerAttention, share: HeadShare, x: Tensor, ranges: Sequence[ColumnRange]
 ) -> Tensor:
-    """The share's values [n, K, d], reconstructed from the columns `where` of x [n, .]."""
-    assert layer.value_up is not None, "values are rebuilt"
-    return _mapped(share, x, where, layer.value_columns, layer.value_up)
+    """The share's values [n, K, d], reconstructed from column ranges of x [n, .]."""
+    assert layer.value_up is not None, "values are reconstructed"
+    return _up_projected(share, x, ranges, layer.value_columns, layer.value_up)
 
 
-def _mapped(
-    share: HeadShare, x: Tensor, where: Sequence[ColumnRange], columns: Columns, stack: Tensor
+def _up_projected(
+    share: HeadShare, x: Tensor, ranges: Sequence[ColumnRange], columns: Columns, stack: Tensor
 ) -> Tensor:
-    """Project x [n, .] by the projections of the share's KV heads: [n, K, d]."""
+    """Apply the up-projections of the share's KV heads to column ranges of x [n, .]: [n, K, d]."""
     ups = columns.per_head(stack, share.geometry.head_dim)
-    triples = zip(where, share.kv, strict=True)
+    pairs = zip(ranges, share.kv, strict=True)
     return torch.stack(
-        [x[:, first : first + rank] @ ups[head, :, :rank].mT for (first, rank), head in triples], 1
+        [x[:, first : first + rank] @ ups[head, :, :rank].mT for (first, rank), head in pairs], 1
     )
 
 
-def _view(x: Tensor, where: Sequence[ColumnRange], share: HeadShare) -> KVView:
+def _view(x: Tensor, ranges: Sequence[ColumnRange], share: HeadShare) -> KVView:
     """Keys or values of the share's units in messages [N, W]."""
-    ranges = [where[i] for i in share.units]
-    return KVView(x[None], tuple(first for first, _ in ranges), tuple(rank for _, rank in ranges))
+    units = [ranges[i] for i in share.units]
+    return KVView(x[None], tuple(first for first, _ in units), tuple(rank for _, rank in units))
 
 
 def _whole(x: Tensor, share: HeadShare) -> KVView:

@@ -1,5 +1,5 @@
-"""Attention of a rank's tokens to the tokens of all ranks: two all-to-all exchanges, with attention
-in between.
+"""Attention of a rank's tokens to the tokens of all ranks: an all-to-all exchange, attention, and
+another exchange.
 
 Shapes: n tokens of this rank, N of all, P ranks; R numbers of a cache entry.
 """
@@ -43,18 +43,21 @@ class UlyssesContext(AttentionContext):
         my_share, num_tokens = shares[self.rank], len(self.tokens)
         sent = [message(layer, share, q, rows[0], self.tokens) for share in shares]
         received = self._exchange(sent, [count * my_share.width for count in self.counts])
-        answers = attend(layer, my_share, received.view(sum(self.counts), my_share.width))
+        outputs = attend(layer, my_share, received.view(sum(self.counts), my_share.width))
         sizes = [num_tokens * share.output_width for share in shares]
-        back = self._exchange(answers.split(list(self.counts)), sizes)
+        returned = self._exchange(outputs.split(list(self.counts)), sizes)
         heads: dict[int, Tensor] = {}
-        for share, x in zip(shares, back.split(sizes), strict=True):
+        for share, x in zip(shares, returned.split(sizes), strict=True):
             parts = x.view(num_tokens, share.output_width).split(share.output_ranks, 1)
             heads |= zip(share.heads, parts, strict=True)
         return torch.cat([heads[head] for head in sorted(heads)], 1)[None]
 
     def _exchange(self, blocks: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-        """All-to-all: send each rank its block, without padding. sizes[i]: numbers to receive from
-        rank i. Returns them flat."""
+        """All-to-all: send each rank its block, without padding. Returns the received numbers as
+        one vector.
+
+        sizes[i]: numbers to receive from rank i.
+        """
         sent = torch.cat([block.flatten() for block in blocks])
         received = sent.new_empty(sum(sizes))
         dist.all_to_all_single(

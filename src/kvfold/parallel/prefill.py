@@ -161,9 +161,9 @@ class SequenceParallel:
             )
         return tokens.to(self.model.device, torch.int64)
 
-    def _agree(self, said: bytes, other: str, way_out: str) -> None:
+    def _agree(self, content: bytes, what: str, way_out: str) -> None:
         """Raises ValueError if ranks pass different bytes. Collective."""
-        digest = int.from_bytes(sha256(said).digest()[:8], signed=True)
+        digest = int.from_bytes(sha256(content).digest()[:8], signed=True)
         mine = torch.tensor([digest], device=self.model.device)
         all_digests = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(all_digests, mine, group=self.group)
@@ -171,7 +171,7 @@ class SequenceParallel:
             rank for rank, x in enumerate(all_digests) if int(x) != int(all_digests[0])
         ]:
             listed = ", ".join(map(str, different))
-            raise ValueError(f"rank {listed} has {other} than rank 0: {way_out}")
+            raise ValueError(f"rank {listed} has {what} than rank 0: {way_out}")
 
 
 def _tensor(ids: Any) -> Tensor | None:

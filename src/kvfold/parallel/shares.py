@@ -1,5 +1,5 @@
-"""How a layer's heads are divided between ranks, and which numbers of a token each rank needs. Pure
-data.
+"""How a layer's heads are divided between ranks, and which numbers of a token each rank needs. No
+tensors.
 
 Shapes: N tokens, P ranks, Hq / Hk query / KV heads, d head dim.
 """
@@ -19,7 +19,7 @@ from kvfold.layout import (
 )
 from kvfold.ops.common.plan import longest_first
 
-SLACK = 1 / 32  # more work for the busiest rank is accepted if that sends fewer numbers
+SLACK = 1 / 32  # accepted extra work of the busiest rank if fewer numbers are sent then
 ColumnRange = tuple[int, int]  # of a KV head's keys or values: first column, numbers
 
 
@@ -121,14 +121,14 @@ def column_ranges(
 
 def key_rank(spec: LayerSpec, geometry: Geometry, head: int) -> int:
     """Numbers of a query head from which its scores are computed."""
-    rebuilt = spec.keys == "pre_rope"
-    return geometry.head_dim if rebuilt else _rank(spec.key_latents, geometry, head)
+    reconstructed = spec.keys == "pre_rope"
+    return geometry.head_dim if reconstructed else _rank(spec.key_latents, geometry, head)
 
 
 def value_rank(spec: LayerSpec, geometry: Geometry, head: int) -> int:
     """Numbers of a query head's output for the output projection."""
-    rebuilt = spec.values == "rebuilt"
-    return geometry.head_dim if rebuilt else _rank(spec.value_latents, geometry, head)
+    reconstructed = spec.values == "rebuilt"
+    return geometry.head_dim if reconstructed else _rank(spec.value_latents, geometry, head)
 
 
 def _rank(latents: Sequence[Latent], geometry: Geometry, head: int) -> int:
@@ -137,12 +137,13 @@ def _rank(latents: Sequence[Latent], geometry: Geometry, head: int) -> int:
 
 @lru_cache
 def shares_of(spec: LayerSpec, geometry: Geometry, num_ranks: int) -> tuple[HeadShare, ...]:
-    """One share per rank. The busiest rank gets as little attention work as consecutive heads
-    allow, or up to SLACK more if fewer numbers are sent then. With more ranks than heads some ranks
-    get none.
+    """Divide a layer's query heads between ranks, one share per rank.
 
-    Heads are taken in order, or in the order that gives KV heads, longest first, to the rank with
-    least work (ZACK §5.3).
+    The busiest rank has as little attention work as possible with consecutive heads, or up to SLACK
+    more if that sends fewer numbers. With more ranks than heads some ranks get none.
+
+    Heads are tried in their order, and in the order that assigns KV heads, longest first, to the
+    rank with the least work (ZACK §5.3).
     """
     group, kv = geometry.queries_per_kv, range(geometry.num_kv_heads)
     heads = range(geometry.num_query_heads)
@@ -161,7 +162,7 @@ def shares_of(spec: LayerSpec, geometry: Geometry, num_ranks: int) -> tuple[Head
         return max(sum(work[head] for head in share.heads) for share in shares)
 
     longest = longest_first([work[i * group] for i in kv], [1] * len(kv), num_ranks).order
-    assert longest is not None, "items were put in order"
+    assert longest is not None, "longest_first returns an order"
     candidates = [cut(kv), cut(longest.tolist())]
     limit = min(map(busiest, candidates)) * (1 + SLACK)
     fitting = (shares for shares in candidates if busiest(shares) <= limit)
@@ -178,14 +179,14 @@ def smallest(spec: LayerSpec, geometry: Geometry, heads: tuple[int, ...]) -> Hea
 
 
 def run_ends(work: Sequence[int], parts: int, price: Callable[[int, int], int]) -> list[int]:
-    """Divide items into `parts` consecutive runs, and return their ends. Runs may be empty if there
-    are few items.
+    """Divide items into `parts` consecutive ranges, and return their ends. With few items, ranges
+    may be empty.
 
-    The run with most work has the least possible work, or up to SLACK more if that lowers the sum
-    of price(first, last) over runs.
+    The range with the most work has the least possible work, or up to SLACK more if that lowers the
+    sum of price(first, last) over ranges.
     """
     sums, size = [0, *accumulate(work)], len(work)
-    busiest = [0, *[inf] * size]  # of the first items in as many runs as were made
+    busiest = [0, *[inf] * size]  # least maximum for the first i items, in the ranges so far
     for _ in range(parts):
         busiest = [
             min(max(busiest[i], sums[j] - sums[i]) for i in range(j + 1)) for j in range(size + 1)
@@ -205,7 +206,7 @@ def run_ends(work: Sequence[int], parts: int, price: Callable[[int, int], int]) 
 
 
 def token_counts(num_tokens: int, num_ranks: int) -> list[int]:
-    """Consecutive tokens per rank: the first ranks have one more than the last."""
+    """Tokens per rank, in consecutive ranges: the first ranks may have one more than the last."""
     count, more = divmod(num_tokens, num_ranks)
     return [count + (rank < more) for rank in range(num_ranks)]
 
@@ -214,8 +215,8 @@ def wire_bytes(spec: CacheSpec, num_tokens: int, num_ranks: int, itemsize: int =
     """Bytes that all ranks together send to each other to prefill `num_tokens`, over all layers:
     queries, keys, values and attention outputs. itemsize: bytes of a number.
 
-    What a rank keeps is not counted. `kvfold.layout.pages.plain_spec` describes an uncompressed
-    model.
+    What a rank sends to itself is not counted. For an uncompressed model, use the spec of
+    `kvfold.layout.pages.plain_spec`.
     """
     counts, numbers = token_counts(num_tokens, num_ranks), 0
     for layer in spec.layers:
