@@ -10,7 +10,7 @@ from kvfold import LLM, SamplingParams
 from kvfold.cache.eviction import policies
 from kvfold.cache.eviction.policy import Policy
 from kvfold.engine.runner import metadata
-from kvfold.engine.runner.metadata import metadata_of
+from kvfold.engine.runner.metadata import build_attention_metadata
 from models import tokens
 
 LENGTHS = (40, 33, 21, 40, 9, 5, 70, 1)
@@ -49,11 +49,11 @@ def test_outputs_are_those_of_chunks_one_by_one(case: str, monkeypatch) -> None:
     sizes = []
 
     def spy(*given):
-        parts = metadata_of(*given)
+        parts = build_attention_metadata(*given)
         sizes.extend(len(part.slots) for part in parts if not part.decode)
         return parts
 
-    monkeypatch.setattr("kvfold.engine.runner.runner.metadata_of", spy)
+    monkeypatch.setattr("kvfold.engine.runner.runner.build_attention_metadata", spy)
     monkeypatch.setattr(metadata, "BATCHED_DEVICES", {"cpu"})
     found = served(**CASES[case])
     for own, other in zip(found, alone, strict=True):

@@ -45,7 +45,7 @@ def decodes(batch: Batch) -> tuple[ScheduledChunk, ...]:
     return tuple(takewhile(lambda x: x.is_decode and len(x.tokens) == 1, batch.chunks))
 
 
-def metadata_of(
+def build_attention_metadata(
     view: PoolView, batch: Batch, positions: Tensor, evicts: Evicts = lambda request: True
 ) -> list[AttentionMetadata]:
     """One AttentionMetadata per attention call. Each token of the batch is in exactly one.

@@ -23,7 +23,7 @@ from kvfold.engine.runner.compiled import Compiled, wanted
 from kvfold.engine.runner.demotion import Demoter
 from kvfold.engine.runner.eviction import Eviction
 from kvfold.engine.runner.graphs import DecodeGraphs
-from kvfold.engine.runner.metadata import decodes, metadata_of
+from kvfold.engine.runner.metadata import build_attention_metadata, decodes
 from kvfold.engine.runner.prompt_logprobs import score_prompts
 from kvfold.engine.runner.repair import Repair
 from kvfold.engine.runner.rescoring import Rescorer
@@ -237,7 +237,9 @@ class ModelRunner:
         if self.pool.layout.residual:
             rows = (self.pool.host_lengths[slots, 0] + index).tolist()
             fill = Fill.of(slots, rows, self.pool.layout.residual, self.device)
-        calls = metadata_of(self.attention.view, batch, positions, self.eviction.evicts)
+        calls = build_attention_metadata(
+            self.attention.view, batch, positions, self.eviction.evicts
+        )
         indices = self._tensor(slots), self._tensor(index), positions.int()
         layer_hook = None if self.repair is None else self.repair.watch(batch, self.eviction.evicts)
         return PagedContext(self.attention, calls, *indices, fill, layer_hook)
