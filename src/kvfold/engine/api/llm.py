@@ -26,8 +26,8 @@ from kvfold.engine.requests.request import (
     TokenLogprobs,
 )
 from kvfold.engine.runner.build import build_runner
+from kvfold.engine.runner.cache_summary import cache_summary
 from kvfold.engine.runner.edits import logit_edits
-from kvfold.engine.runner.sizes import sizes
 from kvfold.engine.runner.trial import check_start
 from kvfold.hub.loading import check_loaded, load, load_config, load_tokenizer
 from kvfold.maps.layers import learns_prompt, unwrapped
@@ -484,7 +484,7 @@ class LLM:
     def summary(self) -> list[tuple[str, str]]:
         """(name, value) pairs about sizes and capacity, which a server prints when it starts."""
         shares = "on" if self.shares_no_prefix is None else f"off: {self.shares_no_prefix}"
-        return [*sizes(self.runner, self.cache), ("prefix caching", shares)]
+        return [*cache_summary(self.runner, self.cache), ("prefix caching", shares)]
 
 
 class RequestBuilder:

@@ -5,7 +5,7 @@ from kvfold.config import CacheConfig
 from kvfold.engine.runner.runner import ModelRunner
 
 
-def sizes(runner: ModelRunner, cache: CacheConfig) -> list[tuple[str, str]]:
+def cache_summary(runner: ModelRunner, cache: CacheConfig) -> list[tuple[str, str]]:
     """(name, value) pairs about a runner's pool. cache: the settings that limit what a request
     keeps."""
     pool, layout = runner.pool, runner.pool.layout
