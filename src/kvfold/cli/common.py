@@ -182,7 +182,7 @@ def cache_config(
     this model, these maps or this device.
     """
     from kvfold.cache.eviction import policies
-    from kvfold.engine.runner.build import check_beside_maps, check_served
+    from kvfold.engine.runner.build import check_served, check_sidecar_cache
     from kvfold.hub.loading import default_device
     from kvfold.models.families import has_family
     from kvfold.ops.backend import use_triton

@@ -114,7 +114,7 @@ def _with_maps(
     owned: bool,
 ) -> ModelRunner:
     """A runner of a model of any type with sidecar maps (None: maps that drop nothing)."""
-    check_beside_maps(config)
+    check_sidecar_cache(config)
     if is_offloaded(model):
         raise SettingError(
             "`model` has weights that accelerate reads from the host or from disk at every step,"
@@ -136,7 +136,7 @@ def _with_maps(
     return ModelRunner(served, pool, family=attention_family(served_layers), layers=maps_of_layers)
 
 
-def check_beside_maps(config: CacheConfig) -> None:
+def check_sidecar_cache(config: CacheConfig) -> None:
     """Raises SettingError for cache settings that sidecar maps do not support."""
     if config.evict is not None or config.format != CacheConfig().format or config.repair:
         raise SettingError(
