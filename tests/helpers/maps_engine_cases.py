@@ -2,7 +2,7 @@
 
 import torch
 
-from kvfold.engine.runner.trial import feed
+from kvfold.engine.runner.trial import run_tokens
 
 PROMPT, STEPS = 21, 4
 
@@ -34,7 +34,7 @@ UNSERVED = {
 def engine_logits(llm, ids: list[int]) -> torch.Tensor:
     """Logits after a prompt and after each token that follows."""
     with torch.inference_mode():
-        found = [x[0].clone() for x in feed(llm.runner, [ids[:PROMPT]], [ids[PROMPT:]])]
+        found = [x[0].clone() for x in run_tokens(llm.runner, [ids[:PROMPT]], [ids[PROMPT:]])]
     return torch.stack(found)
 
 

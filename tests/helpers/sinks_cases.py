@@ -3,7 +3,7 @@
 import torch
 
 import kvfold
-from kvfold.engine.runner.trial import feed
+from kvfold.engine.runner.trial import run_tokens
 from sidecar_cases import bytes_tokenizer
 
 STEPS = 4
@@ -14,7 +14,7 @@ def logits_of(model, made, ids, **settings) -> torch.Tensor:
     llm = kvfold.LLM(model, maps=made, max_sequences=3, max_tokens=64, **settings)
     prompts, rest = zip(*((x[:-STEPS], x[-STEPS:]) for x in ids), strict=True)
     with torch.inference_mode():
-        return torch.stack([x.clone() for x in feed(llm.runner, prompts, rest)])
+        return torch.stack([x.clone() for x in run_tokens(llm.runner, prompts, rest)])
 
 
 def expected(model, made, ids) -> torch.Tensor:

@@ -99,7 +99,7 @@ def test_an_engine_names_the_layer_whose_kernel_fails(monkeypatch) -> None:
 def test_a_pool_without_room_is_not_tried(monkeypatch) -> None:
     model = tiny("llama-gqa")
     runner = build_runner(model, CacheConfig(), num_slots=1, max_tokens=4)
-    monkeypatch.setattr(trial, "feed", lambda *_: pytest.fail("there is no room"))
+    monkeypatch.setattr(trial, "run_tokens", lambda *_: pytest.fail("there is no room"))
     trial.check_start(runner)
 
 
@@ -109,17 +109,17 @@ def test_tokens_that_are_fed_are_those_of_requests(settings: dict) -> None:
     model = tiny("llama-gqa")
     runner = build_runner(model, CacheConfig(**settings), num_slots=2, max_tokens=64)
     prompts, rest = tokens(1, 9)[0].tolist(), tokens(2, 3).tolist()
-    both = [x.clone() for x in trial.feed(runner, [prompts, prompts[:4]], rest)]
+    both = [x.clone() for x in trial.run_tokens(runner, [prompts, prompts[:4]], rest)]
     assert len(both) == 4 and both[0].shape == (2, 97)
     for i, prompt in enumerate((prompts, prompts[:4])):
-        alone = [x[0] for x in trial.feed(runner, [prompt], [rest[i]])]
+        alone = [x[0] for x in trial.run_tokens(runner, [prompt], [rest[i]])]
         torch.testing.assert_close(torch.stack(both)[:, i], torch.stack(alone))
     if not settings:
         ids = torch.tensor([prompts + rest[0]])
         want = model(ids).logits[0, -4:]
         torch.testing.assert_close(torch.stack(both)[:, 0], want, atol=1e-4, rtol=1e-4)
     assert not runner.pool.open_slots
-    next(steps := trial.feed(runner, [prompts], [rest[0]]))
+    next(steps := trial.run_tokens(runner, [prompts], [rest[0]]))
     steps.close()
     assert not runner.pool.open_slots
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvfold.config import CacheConfig
 from kvfold.engine.runner.build import build_runner
-from kvfold.engine.runner.trial import feed, not_finite
+from kvfold.engine.runner.trial import not_finite, run_tokens
 from kvfold.evaluation.dense import DenseSession, inference
 from kvfold.evaluation.perplexity import max_positions
 from kvfold.hub.checkpoint import spec_of
@@ -144,7 +144,7 @@ def _through_cache(model: Any, answer: ReferenceAnswer) -> Tensor:
     most = min(LONGEST, max_positions(model) or LONGEST)
     runner = build_runner(model, CacheConfig(), num_slots=1, max_tokens=most)
     fed = [answer.prompt], [answer.tokens[:-1]]
-    logits = torch.cat([x.float() for x in feed(runner, *fed)])
+    logits = torch.cat([x.float() for x in run_tokens(runner, *fed)])
     if not bool(rows_are_finite(logits).all()):
         why = not_finite(runner, *fed)
         raise ValueError(f"nothing was saved, as the compressed model gives no answer: {why}")

@@ -21,7 +21,7 @@ LENGTHS = {"cuda": (1, 2, 5, 12, 27, 50, 81, 127)}  # prompt lengths of the chec
 SHORT = (16,)  # the same on other devices, which are slower
 
 
-def feed(
+def run_tokens(
     runner: ModelRunner, prompts: Sequence[Sequence[int]], rest: Sequence[Sequence[int]]
 ) -> Generator[Tensor, None, None]:
     """Prefill a prompt for each of B sequences, then decode the tokens `rest`, one per sequence and
@@ -90,7 +90,7 @@ def check_start(runner: ModelRunner) -> None:
     prompts = [ids[:n] for n in lengths]
     rest = [ids[n : n + STEPS] for n in lengths]
     try:
-        finite = [rows_are_finite(logits).all() for logits in feed(runner, prompts, rest)]
+        finite = [rows_are_finite(logits).all() for logits in run_tokens(runner, prompts, rest)]
     except PoolFull:  # for low-rank entries
         return
     finally:
@@ -102,12 +102,12 @@ def check_start(runner: ModelRunner) -> None:
 def not_finite(
     runner: ModelRunner, prompts: Sequence[Sequence[int]], rest: Sequence[Sequence[int]]
 ) -> ValueError:
-    """The error for `feed` of these tokens giving logits that are not finite. Runs them again
+    """The error for `run_tokens` of these tokens giving logits that are not finite. Runs them again
     without graphs, up to the first bad step. Raises ValueError for weights that are not finite."""
     check_finite(runner.model)
     graphs, runner.graphs = runner.graphs, None
     try:
-        with watched(runner.model) as first, closing(feed(runner, prompts, rest)) as steps:
+        with watched(runner.model) as first, closing(run_tokens(runner, prompts, rest)) as steps:
             for _ in steps:
                 if first() != HEAD:
                     break
