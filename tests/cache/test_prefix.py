@@ -151,7 +151,7 @@ def test_names_depend_on_all_tokens_before() -> None:
 def test_many_random_events(events: int, pool: str) -> None:
     """Pages are short most of the time; every end is checked against the reference."""
     rng = random.Random(1)
-    schedule = Schedule(max_compressed_rows=60)
+    schedule = Schedule(max_compressed_entries=60)
     bench = Bench(40, pool=pool, num_slots=5, max_tokens=70, schedule=schedule)
     requests, crowd = shared_prompts(200), Events(bench)
     budgets = [None, None, 6, 12] if pool == "tracked" else [None]

@@ -450,7 +450,7 @@ def test_compression_after_so_many_uncompressed_tokens() -> None:
 
 def test_capped_rounds_take_the_never_compressed_first() -> None:
     """24 + 20 rows in two groups are the most of a round; the rest follows, step by step."""
-    bench = Bench(chunk=64, schedule=Schedule(max_compressed_rows=88, every=8))
+    bench = Bench(chunk=64, schedule=Schedule(max_compressed_entries=88, every=8))
     evicting(bench, [24, 20, 60, 9], new=28)
     bench.drain()
     assert bench.runner.rounds[:3] == [[0, 1], [2], [3]]
@@ -554,7 +554,7 @@ schedules = st.builds(
     before_preempt=st.booleans(),
     every=st.sampled_from([None, 3]),
     uncompressed=st.sampled_from([None, 20]),
-    max_compressed_rows=st.sampled_from([None, 30]),
+    max_compressed_entries=st.sampled_from([None, 30]),
 )
 
 
@@ -622,7 +622,7 @@ def test_many_random_events(piece: int, monkeypatch: pytest.MonkeyPatch) -> None
     """10,000 of them. About one in ten adds a request, and pages are short most of the time."""
     monkeypatch.setattr(StubRunner, "piece", piece)
     rng = random.Random(1)
-    bench = Bench(40, num_slots=5, max_tokens=70, schedule=Schedule(max_compressed_rows=60))
+    bench = Bench(40, num_slots=5, max_tokens=70, schedule=Schedule(max_compressed_entries=60))
     events, requests = Events(bench), mixed_requests(300)
     for i in range(10_000):
         chance = rng.random()

@@ -30,7 +30,11 @@ class Crowd:
 
     def __init__(self, events: int) -> None:
         self.bench = Bench(
-            40, pool="real", num_slots=5, max_tokens=70, schedule=Schedule(max_compressed_rows=60)
+            40,
+            pool="real",
+            num_slots=5,
+            max_tokens=70,
+            schedule=Schedule(max_compressed_entries=60),
         )
         self.bench.runner.batches = self.bench.runner.rounds = Forgetful()
         self.requests, self.events = mixed_requests(300), events

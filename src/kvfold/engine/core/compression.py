@@ -21,7 +21,7 @@ class Schedule:
     every: compress all requests every so many steps.
     uncompressed: compress all requests once they have computed so many tokens in total since their
         last compression.
-    max_compressed_rows: most cache entries (over all groups) that one compression sorts; other
+    max_compressed_entries: most cache entries (over all groups) that one compression sorts; other
         requests wait for the next one. At least one request is compressed, so that none starves.
     admit_every: while requests decode, admit waiting ones at most once in so many steps, together,
         because a step with prompt tokens delays every decode. A prompt at least as long as a chunk
@@ -32,11 +32,11 @@ class Schedule:
     before_preempt: bool = True
     every: int | None = None
     uncompressed: int | None = None
-    max_compressed_rows: int | None = None
+    max_compressed_entries: int | None = None
     admit_every: int = 1
 
     def __post_init__(self) -> None:
-        for field in ("every", "uncompressed", "max_compressed_rows", "admit_every"):
+        for field in ("every", "uncompressed", "max_compressed_entries", "admit_every"):
             value = getattr(self, field)
             if value is not None and value < 1:
                 raise ValueError(f"{field} must be at least 1, or None for never; got {value}")
@@ -205,8 +205,8 @@ class CompressionScheduler:
             request.num_evicted += tokens
 
     def _within_cap(self, order: list[Request]) -> list[Request]:
-        """The first requests that have at most `max_compressed_rows` entries together."""
-        limit = self.when.max_compressed_rows
+        """The first requests that have at most `max_compressed_entries` entries together."""
+        limit = self.when.max_compressed_entries
         if limit is None:
             return order
         entries = self._num_entries(order).sum(1)
