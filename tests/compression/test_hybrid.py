@@ -352,7 +352,7 @@ def test_commands_refuse_it_before_weights_are_read(command: str, tmp_path, caps
     if command != "pack":
         settings += ["--evict", "h2o", "--keep-tokens", 0.5]
     line = refused(capsys, command, model, *settings)
-    assert "--evict" in line and "rows have two widths (--hybrid)" in line
+    assert "--evict" in line and "entries have two widths (--hybrid)" in line
 
 
 def test_rows_become_narrow_where_wide_ones_fill_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:

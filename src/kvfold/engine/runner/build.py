@@ -242,7 +242,7 @@ def has_scores(model: Any) -> bool:
 def _check_hybrid(config: Any, spec: CacheSpec, policy: Policy | None, cache: CacheConfig) -> None:
     """Raises SettingError for settings that a model with mixed ranks (`hybrid`) does not
     support."""
-    what = "this model's rows have two widths (`hybrid`)"
+    what = "this model's cache entries have two widths (`hybrid`)"
     if policy is not None:
         raise SettingError(
             f"`evict={policy.name!r}`: {what}, and eviction supports only one: leave `evict` out,"
