@@ -81,7 +81,7 @@ def read(group: dist.ProcessGroup, model: Any) -> tuple[Tensor, Tensor, int]:
 
     parallel = SequenceParallel(model, group)
     with patch.object(dist, "all_to_all_single", counted):
-        found = parallel.prefill(IDS[:LENGTH], keep_rows=True)
+        found = parallel.prefill(IDS[:LENGTH], keep_entries=True)
     with torch.no_grad():
         out = model(torch.tensor([IDS[LENGTH:]]), **cache_argument(parallel.cache(found)))
     return found.logits, out.logits[0, -1], sent
@@ -281,7 +281,7 @@ def test_ranks_that_differ_are_told(pool: Ranks) -> None:
     model = tiny("llama-gqa")
     for how, want in (
         ("models", "rank 1 has another model than rank 0: load the same one on every rank"),
-        ("rows", "prompt has no rows: prefill it with keep_rows=True"),
+        ("rows", "prompt has no cache entries: prefill it with keep_entries=True"),
     ):
         assert pool.run(2, told, how, model) == [want] * 2
 
@@ -297,7 +297,7 @@ def test_ids_of_one_rank_alone_all_are_told(pool: Ranks, other: Any) -> None:
 
 def test_ids_are_the_same_whatever_holds_them(pool: Ranks) -> None:
     other = torch.tensor(IDS, dtype=torch.int32)
-    want = "prompt has no rows: prefill it with keep_rows=True"
+    want = "prompt has no cache entries: prefill it with keep_entries=True"
     assert pool.run(2, told, "rows", tiny("llama-gqa"), other) == [want] * 2
 
 

@@ -18,21 +18,23 @@ from kvfold.parallel.shares import ColumnRange, HeadShare, column_ranges
 
 
 def message(
-    layer: LayerAttention, share: HeadShare, q: Tensor, rows: Tensor, tokens: range
+    layer: LayerAttention, share: HeadShare, q: Tensor, entries: Tensor, tokens: range
 ) -> Tensor:
-    """The message [n, W] for one share: queries q [1, Hq, n, .] and cache entries rows [n, R] of
+    """The message [n, W] for one share: queries q [1, Hq, n, .] and cache entries [n, R] of
     this rank's tokens."""
     if not share.heads:
-        return rows[:, :0]
+        return entries[:, :0]
     stored = layer.spec.latents
     parts = [_side_by_side([q[0, head] for head in share.heads], share.query_ranks)]
-    parts += [rows[:, layer.spec.columns(latent)] for latent in share.latents]
+    parts += [entries[:, layer.spec.columns(latent)] for latent in share.latents]
     if share.sends_full_keys:
         parts.append(
-            _keys(layer, share, rows, column_ranges(stored, "k", share.kv), tokens).flatten(1)
+            _keys(layer, share, entries, column_ranges(stored, "k", share.kv), tokens).flatten(1)
         )
     if share.sends_full_values:
-        parts.append(_values(layer, share, rows, column_ranges(stored, "v", share.kv)).flatten(1))
+        parts.append(
+            _values(layer, share, entries, column_ranges(stored, "v", share.kv)).flatten(1)
+        )
     return torch.cat(parts, 1)
 
 

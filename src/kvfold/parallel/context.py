@@ -20,7 +20,7 @@ class UlyssesContext(AttentionContext):
 
     shares: P shares per layer.
     counts: tokens of each rank, in the order of the prompt.
-    keep_rows: keep the cache entries [n, R] of each layer in `rows`.
+    keep_entries: keep the cache entries [n, R] of each layer in `entries`.
     """
 
     def __init__(
@@ -28,18 +28,18 @@ class UlyssesContext(AttentionContext):
         shares: Sequence[tuple[HeadShare, ...]],
         counts: Sequence[int],
         group: dist.ProcessGroup,
-        keep_rows: bool,
+        keep_entries: bool,
     ) -> None:
         self.shares, self.counts, self.group = shares, counts, group
-        self.keep_rows, self.rank = keep_rows, dist.get_rank(group)
+        self.keep_entries, self.rank = keep_entries, dist.get_rank(group)
         first = sum(counts[: self.rank])
         self.tokens = range(first, first + counts[self.rank])
-        self.rows: list[Tensor] = []
+        self.entries: list[Tensor] = []
 
     def attend(self, layer: LayerAttention, q: Tensor, rows: Tensor) -> Tensor:
         shares = self.shares[layer.index]
-        if self.keep_rows:
-            self.rows.append(rows[0])
+        if self.keep_entries:
+            self.entries.append(rows[0])
         my_share, num_tokens = shares[self.rank], len(self.tokens)
         sent = [message(layer, share, q, rows[0], self.tokens) for share in shares]
         received = self._exchange(sent, [count * my_share.width for count in self.counts])

@@ -34,13 +34,13 @@ class Prefilled:
     logits [V]: after the last token, on every rank.
     counts: tokens of each rank; a rank's tokens are consecutive.
     hidden [n, D]: last hidden states of this rank's tokens.
-    rows: cache entries [n, R] of this rank's tokens per layer; empty if they were not kept.
+    entries: cache entries [n, R] of this rank's tokens per layer; empty if they were not kept.
     """
 
     logits: Tensor
     counts: tuple[int, ...]
     hidden: Tensor
-    rows: tuple[Tensor, ...]
+    entries: tuple[Tensor, ...]
 
 
 class SequenceParallel:
@@ -61,12 +61,12 @@ class SequenceParallel:
         """
         check_model(model, "a loaded causal LM, such as kvfold.load gives")
         if model.config._attn_implementation == PAGED:
-            raise SettingError("`model` is an engine's for good (owned=True): load it once more")
+            raise SettingError("`model` belongs to an engine (owned=True): load it again")
         self.group = _group(group, model.device)
         if rope_type(model.config) in LONG_ROPE:
             raise SettingError(
                 f"`model` has rope_type {rope_type(model.config)!r}, whose angles depend on how "
-                "long a prompt is, and ranks see parts of it: prefill it on one device"
+                "long a prompt is, and each rank sees only a part: prefill it on one device"
             )
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.family, saved = family_of(model.config), spec_of(model)
@@ -82,16 +82,16 @@ class SequenceParallel:
         self.shares = [shares_of(layer, geometry, self.size) for layer in self.spec.layers]
 
     @torch.inference_mode()
-    def prefill(self, ids: Sequence[int] | Tensor, *, keep_rows: bool = False) -> Prefilled:
+    def prefill(self, ids: Sequence[int] | Tensor, *, keep_entries: bool = False) -> Prefilled:
         """Prefill a prompt: the same N token ids on every rank, at least one per rank.
 
-        Collective: every rank must call it. keep_rows: keep the cache entries of this rank's
+        Collective: every rank must call it. keep_entries: keep the cache entries of this rank's
             tokens. Raises SettingError for invalid ids and for too few or too many, and ValueError
             if the ranks' ids differ.
         """
         tokens = self._checked(ids)
         counts = token_counts(len(tokens), self.size)
-        context = UlyssesContext(self.shares, counts, self.group, keep_rows)
+        context = UlyssesContext(self.shares, counts, self.group, keep_entries)
         positions = torch.arange(context.tokens.start, context.tokens.stop, device=tokens.device)
         out = self.model.base_model(
             input_ids=tokens[None, positions],
@@ -103,19 +103,19 @@ class SequenceParallel:
         logits = self.family.logits(self.model, hidden[-1])
         dist.broadcast(logits, dist.get_global_rank(self.group, self.size - 1), group=self.group)
         return Prefilled(
-            logits=logits, counts=tuple(counts), hidden=hidden, rows=tuple(context.rows)
+            logits=logits, counts=tuple(counts), hidden=hidden, entries=tuple(context.entries)
         )
 
     @torch.inference_mode()
     def cache(self, prompt: Prefilled) -> DynamicCache:
         """The cache entries of all ranks as a transformers cache, with which the original model can
         go on, on any rank. Collective. Raises SettingError if the entries were not kept."""
-        if not prompt.rows:
-            raise SettingError("`prompt` has no rows: prefill it with keep_rows=True")
+        if not prompt.entries:
+            raise SettingError("`prompt` has no cache entries: prefill it with keep_entries=True")
         cache = DynamicCache(config=self.model.config)
         g = self.spec.geometry
-        for layer, rows in enumerate(prompt.rows):
-            entries = self._gathered(rows, prompt.counts)[None]
+        for layer, rank_entries in enumerate(prompt.entries):
+            entries = self._gathered(rank_entries, prompt.counts)[None]
             rotated = g.rope and self.spec.layers[layer].keys == "pre_rope"
             positions = torch.arange(entries.shape[1], device=entries.device)[None]
             sides = entries_of(entries, positions if rotated else None)
@@ -125,10 +125,10 @@ class SequenceParallel:
             cache.update(*sides, layer)
         return cache
 
-    def _gathered(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+    def _gathered(self, entries: Tensor, counts: Sequence[int]) -> Tensor:
         """Gather [n, R] of all ranks: [N, R]."""
-        parts = [rows.new_empty(count, rows.shape[1]) for count in counts]
-        parts[self.rank].copy_(rows)
+        parts = [entries.new_empty(count, entries.shape[1]) for count in counts]
+        parts[self.rank].copy_(entries)
         for rank, part in enumerate(parts):
             dist.broadcast(part, dist.get_global_rank(self.group, rank), group=self.group)
         return torch.cat(parts)
