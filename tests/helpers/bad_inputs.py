@@ -42,12 +42,12 @@ COMMANDS = {
     "kvfold eval folder": "folder is not a model directory: it has no config.json",
     "kvfold eval text.txt": "text.txt is not a model directory: it has no config.json",
     "kvfold serve reference:gqa --engine vllm --evict random --keep-tokens .5": (
-        "--evict: vLLM has one block table for all heads of a layer, so nothing can be evicted by "
-        "head; leave it out, or serve the model with kvfold.LLM"
+        "--evict: vLLM has one block table for all heads of a layer, so heads cannot evict "
+        "different tokens; leave it out, or serve the model with kvfold.LLM"
     ),
     "kvfold serve reference:gqa --engine vllm --bits 4 --set format=kivi": (
-        "--set format: numbers that wait in 16 bits, as kivi's do, fit no block that "
-        "sequences share; "
+        "--set format: tokens that wait in 16 bits until they are packed, as with kivi, need "
+        "blocks that no other sequence shares; "
         "leave it out, or serve the model with kvfold.LLM"
     ),
     "kvfold serve reference:gqa --engine vllm --set max-queue=4": (

@@ -188,7 +188,7 @@ def test_what_is_refused(checkpoints) -> None:
 def test_a_plain_model_needs_no_format_of_weights() -> None:
     from kvfold.vllm_plugin.quantization import KVFoldQuantization
 
-    with pytest.raises(ValueError, match="leave it out; few bits and maps are named in"):
+    with pytest.raises(ValueError, match="leave it out; bits and maps are set in"):
         KVFoldQuantization().maybe_update_config("plain", load_config("reference:gqa"))
 
 

@@ -223,7 +223,7 @@ def test_a_layer_that_reads_anothers_keys_is_checked_too(
     monkeypatch.setattr(Attention, "__init__", with_biases)
     path = build("gemma3n_text", tmp_path / "model")
     maps = {"bits": bits} if bits else {"maps": sidecar(loaded(path), tmp_path / "maps")}
-    with pytest.raises(RuntimeError, match=r"layers.2.self_attn.attn adds biases of ALiBi"):
+    with pytest.raises(RuntimeError, match=r"layers.2.self_attn.attn adds ALiBi biases"):
         served(path, maps)
 
 

@@ -61,7 +61,7 @@ class SequenceParallel:
         """
         check_model(model, "a loaded causal LM, such as kvfold.load gives")
         if model.config._attn_implementation == PAGED:
-            raise SettingError("`model` belongs to an engine (owned=True): load it again")
+            raise SettingError("`model` belongs to an engine already (owned=True): load it again")
         self.group = _group(group, model.device)
         if rope_type(model.config) in LONG_ROPE:
             raise SettingError(

@@ -21,13 +21,13 @@ MAPS = "maps"
 SERVED = ("bits", "rotate", "sub_group", "zeros")  # supported fields of CacheConfig
 # Fields that are not supported: the reason, and the way out.
 REFUSED = {
-    "evict": "vLLM has one block table for all heads of a layer, so nothing can be evicted by "
-    "head; leave it out, or serve the model with kvfold.LLM",
-    "format": "numbers that wait in 16 bits, as kivi's do, fit no block that sequences share; "
-    "leave it out, or serve the model with kvfold.LLM",
+    "evict": "vLLM has one block table for all heads of a layer, so heads cannot evict "
+    "different tokens; leave it out, or serve the model with kvfold.LLM",
+    "format": "tokens that wait in 16 bits until they are packed, as with kivi, need blocks that "
+    "no other sequence shares; leave it out, or serve the model with kvfold.LLM",
     "kv_bytes": "vLLM gives the cache its memory: set --gpu-memory-utilization, on a CPU "
     "VLLM_CPU_KVCACHE_SPACE",
-    "page": "a page is a block of vLLM's: set --block-size",
+    "page": "a page is a block of vLLM: set --block-size",
 }
 REFUSED["keep_tokens"] = REFUSED["max_cache_tokens"] = REFUSED["repair"] = REFUSED["evict"]
 REFUSED["residual"] = REFUSED["format"]

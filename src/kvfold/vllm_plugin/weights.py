@@ -28,7 +28,7 @@ def fold_layer(model_cache: ModelCache, index: int, tensors: Mapping[str, Tensor
     """
     with torch.device("meta"):
         whole = empty_layer(model_cache.config, model_cache.spec, index)
-    # score_map is for learned eviction; plain_weight only marks that the layer is folded.
+    # score_map is for learned eviction; plain_weight names the guard tensor (hub.checkpoint).
     unused = ("score_map", family_of(model_cache.config).plain_weight)
     loaded = {name: x.to(model_cache.dtype) for name, x in tensors.items() if name not in unused}
     wanted = {name: x.shape for name, x in whole.state_dict().items()}
