@@ -58,7 +58,7 @@ def watched(model: str, options: dict) -> tuple[list[Attended], bool]:
         def recorded(context, layer, cache, q, rows, out) -> None:
             step = context.step
             assert not q.isnan().any() and len(out) == len(step.slots)
-            said = len(step.slots), step.decodes, list(step.most), cache.numel()
+            said = len(step.slots), step.num_decodes, list(step.max_lengths), cache.numel()
             seen.append(Attended(layer.index, *said))
             attend(context, layer, cache, q, rows, out)
 
