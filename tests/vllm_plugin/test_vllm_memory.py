@@ -121,4 +121,4 @@ def test_a_folded_checkpoint(tmp_path: Path) -> None:
 def compressed(options: dict) -> None:
     import kvfold
 
-    kvfold.compress("reference:gqa", "swift", **options)
+    kvfold.compress("reference:gqa", "swift", fold=True, **options)
