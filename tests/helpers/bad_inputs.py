@@ -634,8 +634,8 @@ SUITES = {
     ),
     "kvfold eval reference:gqa --suite math=gsm8k.jsonl --set engine=vllm "
     "--bits 4 --set format=kivi": (
-        "--set format: numbers that wait in 16 bits, as kivi's do, fit no block that "
-        "sequences share; leave it out, or serve the model with kvfold.LLM"
+        "--set format: tokens that wait in 16 bits until they are packed, as with kivi, need "
+        "blocks that no other sequence shares; leave it out, or serve the model with kvfold.LLM"
     ),
 }
 CACHE = {

@@ -190,7 +190,7 @@ def cache_config(
     spec = saved_spec(config) if maps is None else maps.spec
     cache = storage.config(planned or (spec is not None and spec.planned))
     if cache is not None and (maps is not None or not has_family(config)):
-        check_beside_maps(cache)
+        check_sidecar_cache(cache)
         use_triton((place.device or default_device()).partition(":")[0])
     elif cache is not None:
         policy = next(iter(policies.POLICIES)) if cache.evict == AUTO else cache.evict
