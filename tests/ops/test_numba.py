@@ -24,7 +24,7 @@ from kvfold.models.families import family_of
 from kvfold.ops.backend import no_numba
 from kvfold.ops.common import threads
 from kvfold.ops.common.pages import LayerPages
-from kvfold.ops.common.parts import plan_parts, unread
+from kvfold.ops.common.parts import plan_parts, unsupported_reason
 from kvfold.ops.decode.numba import CHUNK, Watch, decode
 from kvfold.ops.linear import FEW, reference
 from kvfold.ops.linear import numba as linear
@@ -154,11 +154,11 @@ def test_nan_of_a_stored_row_is_seen() -> None:
 
 def test_what_is_not_read() -> None:
     kivi = per_head([(16, 16)], page=16, bits=4, format="kivi")
-    assert "kivi" in (unread(kivi.spec.layers[0], kivi.groups) or "")
+    assert "kivi" in (unsupported_reason(kivi.spec.layers[0], kivi.groups) or "")
     apart = one_layer(
         [Latent(side=x, heads=h, rank=8) for x, h in (("k", (0, 2)), ("k", (1,)), ("v", (0, 1, 2)))]
     )
-    assert "do not follow" in (unread(apart.spec.layers[0], apart.groups) or "")
+    assert "do not follow" in (unsupported_reason(apart.spec.layers[0], apart.groups) or "")
 
 
 # -- the store ----------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from kvfold.attention.triton_decode import score_limits
 from kvfold.cache.eviction.scorers.attention import observed
 from kvfold.layout.pages import Group
 from kvfold.ops.backend import no_numba
-from kvfold.ops.common.parts import Parts, plan_parts, unread
+from kvfold.ops.common.parts import Parts, plan_parts, unsupported_reason
 
 
 class NumbaDecode(AttentionBackend):
@@ -40,7 +40,7 @@ class NumbaDecode(AttentionBackend):
             return "keys are rebuilt before RoPE"
         if groups[0].layout.residual:
             return RESIDUAL
-        return no_numba(task.device_type) or unread(layer.spec, groups)
+        return no_numba(task.device_type) or unsupported_reason(layer.spec, groups)
 
     @classmethod
     def prepare(

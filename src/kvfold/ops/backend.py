@@ -59,15 +59,15 @@ class Operation:
         layers: Sequence[tuple[Hashable, ...]],
         make: Callable[[ModuleType, list[int]], list[Any]],
     ) -> list[Any]:
-        """What `make` plans of all layers, whose data these are: called with each implementation
-        and the numbers of the layers that it serves."""
-        alike = defaultdict(list)
+        """Plan all layers: call `make(module, indices)` once for each implementation, with the
+        indices of the layers that it serves, and return the plans in the order of `layers`."""
+        layers_of = defaultdict(list)
         for i, data in enumerate(layers):
-            alike[self.choose(device_type, *data).module].append(i)
-        found: dict[int, Any] = {}
-        for module, own in alike.items():
-            found |= zip(own, make(module, own), strict=True)
-        return [found[i] for i in range(len(layers))]
+            layers_of[self.choose(device_type, *data).module].append(i)
+        plans: dict[int, Any] = {}
+        for module, indices in layers_of.items():
+            plans |= zip(indices, make(module, indices), strict=True)
+        return [plans[i] for i in range(len(layers))]
 
     def which(self, device_type: str, *data: Hashable) -> str:
         """The name of the implementation that runs on these data. Imports none of them."""

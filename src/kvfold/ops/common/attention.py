@@ -153,5 +153,5 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int = 1) -> Tensor:
     """
     width = cos.shape[-1]
     head, tail = x[..., :width], x[..., width:]
-    turned = head * cos + sign * rotate_half(head) * sin
-    return torch.cat((turned, tail), dim=-1) if tail.shape[-1] else turned
+    rotated = head * cos + sign * rotate_half(head) * sin
+    return torch.cat((rotated, tail), dim=-1) if tail.shape[-1] else rotated

@@ -95,18 +95,23 @@ _decode1, _decode2, _decode3, _decode4, _decode6, _decode8 = (
 
 @kernel(fast=True)
 def decode_codes(
-    data, at, high, size, width, bits, count, scales, each, scale, zero, factor, rows, to, stride
+    data, at, high, size, width, bits, count, scales, scales_per_row, scale, zero, factor,
+    rows, to, stride,
 ):  # fmt: skip
-    """Numbers of `count` rows to rows[to + p * stride ..]: of `width` codes, and of as many more as
-    fill 16, whatever lies behind them in the page, a finite code. at, high: the bytes where a row's
-    planes begin, `size` from row to row; scales [count * each], of which it has `scale`, times
-    factor, and `zero` (-1: its grid is symmetric)."""
+    """Decode `count` token entries of `width` codes into rows[to + p * stride ..].
+
+    It writes whole vectors of 16 numbers: those beyond `width` are finite but meaningless.
+    at, high: byte offsets of the first entry's low and high plane, `size` bytes from entry to
+        entry.
+    scales [count * scales_per_row]: the entry's scale is number `scale`, times `factor`, and its
+        zero point number `zero` (-1: symmetric grid, no zero point).
+    """
     middle = np.float32((1 << bits) - 1) / np.float32(-2)
     # A loop for each, because LLVM leaves the choice in the innermost one.
     for p in range(count):
         x, y, out = at + p * size, high + p * size, to + p * stride
-        s = scales[p * each + scale] * factor
-        z = s * middle if zero < 0 else scales[p * each + zero]
+        s = scales[p * scales_per_row + scale] * factor
+        z = s * middle if zero < 0 else scales[p * scales_per_row + zero]
         if bits == 4:
             for i in range(0, width, LANES):
                 _decode4(data, x + (i >> 1), y, rows, out + i, s, z)
@@ -139,9 +144,9 @@ def single(half):
     rest, sign = np.uint32(half & 0x7FFF), np.uint32(half & 0x8000)
     # As bits of an fp32 it is 2^112 times smaller; what is not finite has too low an exponent.
     whole = np.float32(2.0**112) if rest < 0x7C00 else np.float32(np.inf)
-    found = of_bits(rest << 13) * whole
-    found = found if rest <= 0x7C00 else np.float32(np.nan)
-    return -found if sign else found
+    result = of_bits(rest << 13) * whole
+    result = result if rest <= 0x7C00 else np.float32(np.nan)
+    return -result if sign else result
 
 
 @kernel(fast=True)
@@ -165,7 +170,7 @@ def decode_scales(data, words, at, count, small, out):
         for i in range(count):
             rest = source[i] & 0x7F
             # As bits of an fp32 it is 2^120 times smaller.
-            found = of_bits(rest << 20) * np.float32(2.0**120)
-            target[i] = found if rest < 0x7F else np.float32(np.nan)
+            result = of_bits(rest << 20) * np.float32(2.0**120)
+            target[i] = result if rest < 0x7F else np.float32(np.nan)
     else:
         decode_floats(words, at // 2, count, HALF, out, 0)

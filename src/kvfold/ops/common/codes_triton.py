@@ -102,54 +102,54 @@ def unpack(words, BITS: tl.constexpr):
 
 @triton.jit
 def unpack_all(words, BITS: tl.constexpr):
-    """uint16 words -> a tuple of all their codes as fp16, in units of 1 / UNIT, `factor` times too
-    large; 16 bits: of the words themselves."""
+    """Unpack uint16 code words into a tuple of fp16 tensors, one per code of a word, in units of 1
+    / UNIT and `factor` times too large. With 16 bits, return the words themselves."""
     if BITS == 16:
-        found = (words,)
+        codes = (words,)
     elif BITS == 8:
-        found = unpack(words, 8)[:2]
+        codes = unpack(words, 8)[:2]
     elif BITS == 4:
-        found = unpack(words, 4)
+        codes = unpack(words, 4)
     elif INTERPRET:
-        found = ()
+        codes = ()
         for J in tl.static_range(8):
-            found = found + (_field(words, J // 4 * 8, 3 << 2 * (J % 4)),)
+            codes = codes + (_field(words, J // 4 * 8, 3 << 2 * (J % 4)),)
     else:
         bits = tl.inline_asm_elementwise(
             _PAIRS, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r", [words], dtype=(tl.uint16,) * 8,
             is_pure=True, pack=2,
         )  # fmt: skip
-        found = ()
+        codes = ()
         for J in tl.static_range(8):
-            found = found + (bits[J].to(tl.float16, bitcast=True),)
-    return found
+            codes = codes + (bits[J].to(tl.float16, bitcast=True),)
+    return codes
 
 
 @triton.jit
 def unpack_centred(words, BITS: tl.constexpr):
-    """uint16 words -> a tuple of all their codes less (2^BITS - 1) / 2 as fp16, twice `factor`
-    times too large."""
+    """Unpack uint16 code words into a tuple of fp16 tensors, one per code of a word: the code less
+    (2^BITS - 1) / 2, twice `factor` times too large."""
     if INTERPRET:
-        found = ()
+        codes = ()
         for J in tl.static_range(16 // BITS):
             code = (words >> BITS * J) & ((1 << BITS) - 1)
             x = (2 * code.to(tl.float32) - ((1 << BITS) - 1)) * factor(BITS, J)
-            found = found + (x.to(tl.float16),)
+            codes = codes + (x.to(tl.float16),)
     elif BITS == 8:
-        found = tl.inline_asm_elementwise(
+        codes = tl.inline_asm_elementwise(
             _CENTRED_8, "=&r,=&r,r", [words], dtype=(tl.float16,) * 2, is_pure=True, pack=2
         )
     elif BITS == 4:
-        found = tl.inline_asm_elementwise(
+        codes = tl.inline_asm_elementwise(
             _CENTRED_4, "=&r,=&r,=&r,=&r,r", [words], dtype=(tl.float16,) * 4, is_pure=True,
             pack=2,
         )  # fmt: skip
     else:
-        found = tl.inline_asm_elementwise(
+        codes = tl.inline_asm_elementwise(
             _CENTRED_2, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r", [words], dtype=(tl.float16,) * 8,
             is_pure=True, pack=2,
         )  # fmt: skip
-    return found
+    return codes
 
 
 @triton.jit

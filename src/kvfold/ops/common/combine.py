@@ -62,31 +62,31 @@ def combine_kernel(
     if ORDER:
         which = tl.load(order + item)
     b, g = which // G, which % G
-    about = groups + FIELDS * g
-    row, value_width = b * HQ + tl.load(about + 7) + head, tl.load(about + 1)
-    own = head // N * NP + head % N  # in parts
+    group_row = groups + FIELDS * g
+    row, value_width = b * HQ + tl.load(group_row + 7) + head, tl.load(group_row + 1)
+    query_column = head // N * NP + head % N  # in parts
     if count != 1:
         first_column = tl.program_id(2) * COLUMNS
         column, number = first_column + tl.arange(0, COLUMNS), tl.arange(0, BLOCK)
         top, mass = float("-inf"), 0.0
         acc = tl.zeros([COLUMNS], tl.float32)
         for begin in range(0, count, BLOCK):
-            there = begin + number < count
+            in_range = begin + number < count
             index = first + begin + number
-            ml = part_ml + index * 2 * GP + own
-            m = tl.load(ml, there, float("-inf"))
-            weight = tl.load(ml + GP, there, 0.0)
-            at = part + (index * GP + own)[:, None] * DV + column[None, :]
-            x = tl.load(at, there[:, None] & (column < value_width)[None, :], 0.0)
+            ml = part_ml + index * 2 * GP + query_column
+            m = tl.load(ml, in_range, float("-inf"))
+            weight = tl.load(ml + GP, in_range, 0.0)
+            at = part + (index * GP + query_column)[:, None] * DV + column[None, :]
+            x = tl.load(at, in_range[:, None] & (column < value_width)[None, :], 0.0)
             peak = tl.maximum(top, tl.max(m, 0))
-            fade, each = tl.exp2(top - peak), tl.exp2(m - peak)
-            mass = mass * fade + tl.sum(each * weight, 0)
-            acc = acc * fade + tl.sum(x * each[:, None], 0)
+            fade, scale = tl.exp2(top - peak), tl.exp2(m - peak)
+            mass = mass * fade + tl.sum(scale * weight, 0)
+            acc = acc * fade + tl.sum(x * scale[:, None], 0)
             top = peak
         acc = tl.where((column < value_width) & (count > 0), acc / mass, 0.0)
-        to, there, leads = out + row * DO + column, column < DO, first_column == 0
+        to, in_range, leads = out + row * DO + column, column < DO, first_column == 0
         if FIELDS > 8:
-            to, there = to + tl.load(about + 8), column < value_width
-            leads = leads & (tl.load(about + 10) > 0)
-        tl.store(to, acc, there)
+            to, in_range = to + tl.load(group_row + 8), column < value_width
+            leads = leads & (tl.load(group_row + 10) > 0)
+        tl.store(to, acc, in_range)
         tl.store(lse + row, top + tl.log2(mass) if count > 0 else float("-inf"), leads)

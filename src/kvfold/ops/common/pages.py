@@ -83,8 +83,8 @@ class PageClass:
     def block(self, pages: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
         """A block of rows of uint8 pages [..., page_bytes], `dtype` [..., P, numbers of a row]."""
         numbers = block.size // (self.layout.page * dtype.itemsize)
-        found = pages[..., block.offset : block.offset + block.size].view(dtype)
-        return found.unflatten(-1, (self.layout.page, numbers))
+        rows = pages[..., block.offset : block.offset + block.size].view(dtype)
+        return rows.unflatten(-1, (self.layout.page, numbers))
 
     def codes(self, pages: Tensor, index: int) -> Tensor:
         """Codes of segment `index` of uint8 pages [..., page_bytes]: [..., P, bytes of a row]."""
@@ -155,8 +155,8 @@ def plan_pages(groups: tuple[Group, ...], device: torch.device) -> Plan:
     """The plan of one layer's groups, which agree in all but their segments."""
     layout = groups[0].layout
     for name in ("page", "itemsize", "tracked"):
-        found = {getattr(group.layout, name) for group in groups}
-        assert len(found) == 1, f"groups of a layer differ in {name}: {found}"
+        values = {getattr(group.layout, name) for group in groups}
+        assert len(values) == 1, f"groups of a layer differ in {name}: {values}"
     members: dict[tuple[tuple[str, int, Format], ...], list[int]] = {}
     for number, group in enumerate(groups):
         key = tuple((x.side, x.width, x.format) for x in group.layout.segments)
@@ -165,13 +165,13 @@ def plan_pages(groups: tuple[Group, ...], device: torch.device) -> Plan:
     segments: list[Segment] = []  # in packed order
     for numbers in members.values():
         layouts = [groups[number].layout for number in numbers]
-        alike = list(zip(*(x.segments for x in layouts), strict=True))
+        columns = list(zip(*(x.segments for x in layouts), strict=True))
         # A group of rank 0 stores nothing unless it is tracked.
         if any(block.size for block in layouts[0].blocks.of_rows):
-            spots = _spots([[x.start for x in same] for same in alike])
+            spots = _spots([[x.start for x in same] for same in columns])
             first = sum(x.width for x in segments)
             kinds.append(_kind(layouts[0], numbers, first, spots, device))
-        segments += [x for same in alike for x in same]
+        segments += [x for same in columns for x in same]
     step, order = _blocks(segments)
     in_place = order == sorted(order)
     pack_order = torch.tensor(order, dtype=torch.int64, device=device)
@@ -199,10 +199,12 @@ def _blocks(segments: Sequence[Segment]) -> tuple[int, list[int]]:
 
 def _spots(starts: list[list[int]]) -> tuple[tuple[int, int], ...] | None:
     """(first, step) of starts [segments][g], where each segment's are even steps up."""
-    steps = [{b - a for a, b in pairwise(found)} or {1} for found in starts]
-    if any(len(found) > 1 or min(found) < 1 for found in steps):
+    steps = [{b - a for a, b in pairwise(increments)} or {1} for increments in starts]
+    if any(len(increments) > 1 or min(increments) < 1 for increments in steps):
         return None
-    return tuple((found[0], step.pop()) for found, step in zip(starts, steps, strict=True))
+    return tuple(
+        (increments[0], step.pop()) for increments, step in zip(starts, steps, strict=True)
+    )
 
 
 def _kind(

@@ -49,9 +49,9 @@ class Parts:
     values: int
 
 
-def unread(spec: LayerSpec, groups: Sequence[Group]) -> str | None:
-    """Why no CPU kernel reads such rows; None where one does: floats, and integers with a scale a
-    row, of whatever bits a segment, in groups of whatever heads."""
+def unsupported_reason(spec: LayerSpec, groups: Sequence[Group]) -> str | None:
+    """Why no CPU kernel reads these pages, or None. The kernels read floats and integers of any
+    supported bit width with one scale per token, and groups of any KV heads."""
     formats = {x.format for group in groups for x in group.layout.segments}
     if unknown := {x.name for x in formats if "decode" not in x.kernels}:
         return f"no kernel reads format {', '.join(sorted(unknown))}"
@@ -59,8 +59,8 @@ def unread(spec: LayerSpec, groups: Sequence[Group]) -> str | None:
         return "scales of several types: the kernels read one"
     for group in groups:
         for latent in _latents(spec, group):
-            own = [group.heads.index(head) for head in latent.heads]
-            if own != list(range(own[0], own[0] + len(own))):
+            indices = [group.heads.index(head) for head in latent.heads]
+            if indices != list(range(indices[0], indices[0] + len(indices))):
                 return "a latent of heads that do not follow one another"
     return None
 
@@ -76,18 +76,18 @@ def plan_parts(spec: LayerSpec, groups: Sequence[Group], queries: int, dtype: to
     for group in groups:
         layout, first, ends = group.layout, len(parts), []
         for side in SIDES:
-            for latent, own in _by_latent(spec, group):
-                if side not in latent.side or not own:
+            for latent, indices in _by_latent(spec, group):
+                if side not in latent.side or not indices:
                     continue
-                found = [_segment(layout, i, floats) for i in own]
+                rows = [_segment(layout, i, floats) for i in indices]
                 begin, heads = len(segments), group.heads.index(latent.heads[0]) * queries
-                plain = len(found) == 1 and found[0][3] == SINGLE
-                width = sum(-(-x[2] // LANES) * LANES for x in found)
-                end = begin + len(found)
+                plain = len(rows) == 1 and rows[0][3] == SINGLE
+                width = sum(-(-x[2] // LANES) * LANES for x in rows)
+                end = begin + len(rows)
                 parts.append([begin, end, heads, len(latent.heads) * queries, width, plain])
-                bits = [x[3] if layout.scale == 1 else 0 for x in found]
+                bits = [x[3] if layout.scale == 1 else 0 for x in rows]
                 factors += [2.0**-number for number in bits]
-                segments += found
+                segments += rows
             ends.append(len(parts))
         blocks = layout.blocks
         offsets = [x.offset for x in (blocks.scales, blocks.positions, blocks.metrics)]
@@ -99,7 +99,7 @@ def plan_parts(spec: LayerSpec, groups: Sequence[Group], queries: int, dtype: to
         segments=np.array(segments, dtype=np.int64).reshape(-1, 7),
         parts=np.array(parts, dtype=np.int64).reshape(-1, 6),
         groups=np.array(table, dtype=np.int64),
-        heads=np.array([own + [0] * (most - len(own)) for own in heads_of], dtype=np.int64),
+        heads=np.array([x + [0] * (most - len(x)) for x in heads_of], dtype=np.int64),
         factors=np.array(factors, dtype=np.float32),
         small=any(x.layout.scale == 1 for x in groups),
         page=groups[0].layout.page,
@@ -114,11 +114,11 @@ def _latents(spec: LayerSpec, group: Group) -> list[Latent]:
 
 
 def _by_latent(spec: LayerSpec, group: Group) -> Iterator[tuple[Latent, list[int]]]:
-    """The group's latents, and which of its segments are each one's."""
+    """Yield the latents of a group, each with the indices of its segments."""
     for latent in _latents(spec, group):
-        own = spec.columns(latent)
-        found = enumerate(group.layout.segments)
-        yield latent, [i for i, x in found if own.start <= x.start < own.stop]
+        columns = spec.columns(latent)
+        segments = enumerate(group.layout.segments)
+        yield latent, [i for i, x in segments if columns.start <= x.start < columns.stop]
 
 
 def _segment(layout: PageLayout, index: int, floats: dict[int, int]) -> list[int]:

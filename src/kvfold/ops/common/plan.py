@@ -55,8 +55,8 @@ def stream_k(
     bounds = numbers * total // used
     item = torch.searchsorted(ends, bounds, right=True).clamp(max=tiles.shape[-1] - 1)
     inside = bounds - begins.gather(-1, item) - overhead
-    each = cost.expand_as(tiles).gather(-1, item)
-    tile = (-(-inside // each)).clamp(min=0).minimum(tiles.gather(-1, item))
+    item_cost = cost.expand_as(tiles).gather(-1, item)
+    tile = (-(-inside // item_cost)).clamp(min=0).minimum(tiles.gather(-1, item))
     first = ((begins + overhead + 1) * used - 1) // total
     last = ((ends - cost + 1) * used - 1) // total
     counts = torch.where(tiles > 0, last - first + 1, 0)
@@ -75,30 +75,34 @@ def longest_first(tiles: Sequence[int], cost: Sequence[int], num_slices: int) ->
         load, s = heapq.heappop(heap)
         members[s].append(item)
         heapq.heappush(heap, (load + work[item], s))
-    order = [item for each in members for item in each]
+    order = [item for items in members for item in items]
     begins = [0]
-    for each in members:
-        begins.append(begins[-1] + len(each))
-    owner = [s for s, each in enumerate(members) for _ in each]
+    for items in members:
+        begins.append(begins[-1] + len(items))
+    owner = [s for s, items in enumerate(members) for _ in items]
     counts = [int(tiles[item] > 0) for item in order]
     starts = [(begin, 0) for begin in begins]
     return Slices(*(torch.tensor(x, dtype=torch.int32) for x in (starts, owner, counts, order)))
 
 
 def whole_items(tiles: Sequence[int]) -> Slices:
-    """A slice an item, in their order: attention as it is without ZACK §5.3. On the host."""
+    """One slice per item, in order: attention without the load balancing of ZACK §5.3. On the
+    host."""
     number = len(tiles)
     starts = torch.tensor([(item, 0) for item in range(number + 1)], dtype=torch.int32)
     counts = torch.tensor([int(n > 0) for n in tiles], dtype=torch.int32)
     return Slices(starts, torch.arange(number, dtype=torch.int32), counts)
 
 
-def columns_of(lengths: Tensor, num_layers: int, own: Sequence[int]) -> Tensor:
-    """lengths [B, groups of all layers], as many of each: those of some layers, in that order."""
-    if list(own) == list(range(num_layers)):
+def columns_of(lengths: Tensor, num_layers: int, layers: Sequence[int]) -> Tensor:
+    """The columns of `layers` in lengths [B, groups of all layers], in that order; every layer has
+    equally many groups."""
+    if list(layers) == list(range(num_layers)):
         return lengths
-    each = lengths.unflatten(1, (num_layers, -1)).unbind(1)  # no index, which the host would send
-    return torch.cat([each[i] for i in own], 1)
+    by_layer = lengths.unflatten(1, (num_layers, -1)).unbind(
+        1
+    )  # no index, which the host would send
+    return torch.cat([by_layer[i] for i in layers], 1)
 
 
 def cdiv(a: int, b: int) -> int:

@@ -64,34 +64,36 @@ def plan_kernel(
     total, most = tl.full([], 0, tl.int64), 1  # most divides: from 0, Triton would not compile
     for begin in range(0, items, BLOCK):
         item = begin + lane
-        there = item < items
+        in_range = item < items
         row = (item // G).to(tl.int64)
         if SLOTS:
-            row = tl.load(slots + row, there, 0).to(tl.int64)
-        length = tl.load(lengths + row * length_slot + layer * G + item % G, there, 0).to(tl.int32)
-        each = tl.load(cost + item % G, there, 0)
+            row = tl.load(slots + row, in_range, 0).to(tl.int64)
+        length = tl.load(lengths + row * length_slot + layer * G + item % G, in_range, 0).to(
+            tl.int32
+        )
+        tile_cost = tl.load(cost + item % G, in_range, 0)
         tiles = tl.cdiv(length, ROWS).to(tl.int64)
-        work = tiles * each + tl.where(tiles > 0, OVERHEAD, 0)
-        tl.store(counted + item, length, there)
-        tl.store(ends + item, total + tl.cumsum(work, 0), there)
+        work = tiles * tile_cost + tl.where(tiles > 0, OVERHEAD, 0)
+        tl.store(counted + item, length, in_range)
+        tl.store(ends + item, total + tl.cumsum(work, 0), in_range)
         total += tl.sum(work, 0)
-        most = tl.maximum(most, tl.max(each, 0))
+        most = tl.maximum(most, tl.max(tile_cost, 0))
     total = tl.maximum(total, 1)
     # No slice smaller than a tile: then none is empty between two that share an item.
     used = tl.minimum(tl.maximum(total // (SMALLEST * most), 1), num_slices)
     tl.debug_barrier()  # what a thread has written, others read
     for begin in range(0, items, BLOCK):
         item = begin + lane
-        there = item < items
-        each = tl.load(cost + item % G, there, 0)
-        tiles = tl.cdiv(tl.load(counted + item, there, 0), ROWS).to(tl.int64)
-        end = tl.load(ends + item, there, 0)
-        start = end - tiles * each - tl.where(tiles > 0, OVERHEAD, 0)
+        in_range = item < items
+        tile_cost = tl.load(cost + item % G, in_range, 0)
+        tiles = tl.cdiv(tl.load(counted + item, in_range, 0), ROWS).to(tl.int64)
+        end = tl.load(ends + item, in_range, 0)
+        start = end - tiles * tile_cost - tl.where(tiles > 0, OVERHEAD, 0)
         first = ((start + OVERHEAD + 1) * used - 1) // total
-        last = ((end - each + 1) * used - 1) // total
-        tl.store(firsts + layer * items + item, first.to(tl.int32), there)
+        last = ((end - tile_cost + 1) * used - 1) // total
+        tl.store(firsts + layer * items + item, first.to(tl.int32), in_range)
         count = tl.where(tiles > 0, last - first + 1, 0)
-        tl.store(counts + layer * items + item, count.to(tl.int32), there)
+        tl.store(counts + layer * items + item, count.to(tl.int32), in_range)
     for begin in range(0, num_slices + 1, BLOCK):
         number = begin + lane
         bound = tl.minimum(number, used) * total // used
@@ -99,15 +101,17 @@ def plan_kernel(
         step = most_items
         while step > 0:
             probe = item + step
-            there = probe <= items
-            item = tl.where(there & (tl.load(ends + probe - 1, there, 0) <= bound), probe, item)
+            in_range = probe <= items
+            item = tl.where(
+                in_range & (tl.load(ends + probe - 1, in_range, 0) <= bound), probe, item
+            )
             step //= 2
         item = tl.minimum(item, items - 1)
         before = tl.load(ends + item - 1, item > 0, 0)
         inside = bound - before - OVERHEAD
-        each = tl.load(cost + item % G)
+        tile_cost = tl.load(cost + item % G)
         tiles = tl.cdiv(tl.load(counted + item), ROWS)
-        tile = tl.where(inside > 0, (inside + each - 1) // each, 0).to(tl.int32)
+        tile = tl.where(inside > 0, (inside + tile_cost - 1) // tile_cost, 0).to(tl.int32)
         to = starts + 2 * (layer * (num_slices + 1) + number)
         tl.store(to, item, number <= num_slices)
         tl.store(to + 1, tl.minimum(tile, tiles), number <= num_slices)

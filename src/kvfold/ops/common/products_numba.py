@@ -77,10 +77,10 @@ def power_of_2(x):
     x = np.float32(-126) if x < np.float32(-126) else x
     whole = np.rint(x)
     y = (x - whole) * np.float32(0.6931471805599453)
-    found = np.float32(1 / 720) + y * np.float32(1 / 5040)
-    found = np.float32(1 / 120) + y * found
-    found = np.float32(1 / 24) + y * found
-    found = np.float32(1 / 6) + y * found
-    found = np.float32(0.5) + y * found
-    found = np.float32(1) + y * (np.float32(1) + y * found)
-    return found * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
+    result = np.float32(1 / 720) + y * np.float32(1 / 5040)
+    result = np.float32(1 / 120) + y * result
+    result = np.float32(1 / 24) + y * result
+    result = np.float32(1 / 6) + y * result
+    result = np.float32(0.5) + y * result
+    result = np.float32(1) + y * (np.float32(1) + y * result)
+    return result * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)

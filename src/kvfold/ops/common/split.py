@@ -1,6 +1,6 @@
-"""How attention in two passes is cut, and the room that they share.
+"""Plan two-pass attention: how the work is split, and the workspace that both passes share.
 
-Shapes: B sequences, G groups of a layer, L layers, V pieces of values; S slices (see `plan`).
+Shapes: B sequences, G groups of a layer, L layers, V tiles of values; S slices (see `plan`).
 """
 
 from collections import defaultdict
@@ -17,17 +17,18 @@ from kvfold.ops.common.plan import Slices, columns_of, padded_queries
 from kvfold.ops.common.plan_triton import plan_slices
 from kvfold.ops.common.tuning import Tuning
 
-SPAN = 16  # rows that share a top
+SPAN = 16  # tokens that share a maximum score
 VALUES = Tuning(block=64, stages=3, warps=4, slices=2)
-OVERHEAD = 2048  # cost of beginning an item, in bits of a row
+OVERHEAD = 2048  # cost of starting an item, in bits read per token
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """Room where passes leave what the next one reads; layers take turns.
+    """Scratch buffers between the two passes, reused by all layers.
 
-    weights fp16 [rows / SPAN, heads of a group, SPAN], tops fp32 of the same but rows; part,
-    part_ml as `DecodePlan` has them; rows: most of a layer.
+    weights fp16 [spans, heads of a group, SPAN]: softmax weights, relative to the span's maximum.
+    tops fp32 [spans, heads of a group]: the maximum score of every span of SPAN tokens.
+    part, part_ml: as in `DecodePlan`; rows: most token entries of a layer, all its groups together.
     """
 
     weights: Tensor
@@ -39,8 +40,12 @@ class Workspace:
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """One layer's slices of both passes, and where the spans of every (sequence, group) begin,
-    int32 [B * G]; cuts: of both; wide: whether keys are scored piece by piece."""
+    """One layer's plan of both passes.
+
+    scores, values: slices of the first and the second pass; bases int32 [B * G]: first span of
+        every (sequence, group); cuts: tuning of both passes; wide: whether keys are too wide to
+        hold at once, so that they are scored tile by tile.
+    """
 
     scores: Slices
     values: Slices
@@ -59,9 +64,11 @@ def plan_split(
     scores: Tuning,
     weighed: Tuning = VALUES,
 ) -> list[SplitPlan]:
-    """Of layers with equally many groups. keys: of every layer a table whose lines, one a KV head
-    or key latent, begin with the group of its rows, and the cost of a tile of each, both int32;
-    lengths int [B, groups of all layers]; rows: at most as many has a layer, its groups added up.
+    """Plan both passes of layers with equally many groups.
+
+    keys: per layer (table, cost), both int32: table[:, 0] is the group of every key line (a KV head
+        or a key latent), cost its cost per tile; lengths int [B, groups of all layers]; rows: most
+        token entries of a layer, all its groups together.
     """
     device, first = lengths.device, layers[0]
     values = [value_pieces(tuple(x), queries, device) for x in layers]
@@ -81,24 +88,24 @@ def plan_split(
         part_ml=torch.empty(parts, 2, columns, device=device),
         rows=rows,
     )
-    each = zip(of_keys, of_values, bases, strict=True)
-    return [SplitPlan(*x, room, (scores, weighed)) for x in each]
+    plans = zip(of_keys, of_values, bases, strict=True)
+    return [SplitPlan(*x, room, (scores, weighed)) for x in plans]
 
 
 def _slices(
     items: Sequence[tuple[Tensor, Tensor]], lengths: Tensor, tuning: Tuning
 ) -> list[Slices]:
-    """Of every layer, whose items are (sequence, line): the group and the cost of every line.
-    Layers of as many lines are planned at once."""
-    alike = defaultdict(list)
+    """Plan the slices of one pass. items: per layer the group and the cost of every table line.
+    Layers with equally many lines are planned in one launch."""
+    by_size = defaultdict(list)
     for i, (owners, _) in enumerate(items):
-        alike[len(owners)].append(i)
-    found: dict[int, Slices] = {}
-    for own in alike.values():
-        owners, cost = (torch.stack(x) for x in zip(*(items[i] for i in own), strict=True))
-        counts = columns_of(lengths, len(items), own).unflatten(1, (len(own), -1))
-        each = counts.gather(2, owners.long().expand(len(counts), -1, -1)).flatten(1)
+        by_size[len(owners)].append(i)
+    slices_of: dict[int, Slices] = {}
+    for layers in by_size.values():
+        owners, cost = (torch.stack(x) for x in zip(*(items[i] for i in layers), strict=True))
+        counts = columns_of(lengths, len(items), layers).unflatten(1, (len(layers), -1))
+        item_lengths = counts.gather(2, owners.long().expand(len(counts), -1, -1)).flatten(1)
         number = tuning.slices * multiprocessors(lengths.device)
-        slices, _ = plan_slices(each, None, cost, tuning.block, OVERHEAD, number, 1)
-        found |= {i: slices.layer(place) for place, i in enumerate(own)}
-    return [found[i] for i in range(len(items))]
+        slices, _ = plan_slices(item_lengths, None, cost, tuning.block, OVERHEAD, number, 1)
+        slices_of |= {i: slices.layer(place) for place, i in enumerate(layers)}
+    return [slices_of[i] for i in range(len(items))]

@@ -1,4 +1,4 @@
-"""The layouts of pages that kernels read."""
+"""Which page layouts the Triton kernels can read."""
 
 from collections.abc import Iterable, Mapping
 

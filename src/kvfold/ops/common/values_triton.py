@@ -88,17 +88,18 @@ def _attend(
 
 @triton.jit
 def _in_turn(x, C: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
-    """x: C of [W, N] -> [W, N, C], so that numbers that follow each other are stored at once."""
+    """Interleave C tensors [W, N] to [W, N, C], so that neighbouring numbers are stored
+    together."""
     if C == 1:
-        found = x[0]
+        joined = x[0]
     elif C == 2:
-        found = tl.join(x[0], x[1])
+        joined = tl.join(x[0], x[1])
     elif C == 4:
-        found = tl.join(tl.join(x[0], x[2]), tl.join(x[1], x[3]))
+        joined = tl.join(tl.join(x[0], x[2]), tl.join(x[1], x[3]))
     else:
         even = tl.join(tl.join(x[0], x[4]), tl.join(x[2], x[6]))
-        found = tl.join(even, tl.join(tl.join(x[1], x[5]), tl.join(x[3], x[7])))
-    return tl.reshape(found, [W, N, C])
+        joined = tl.join(even, tl.join(tl.join(x[1], x[5]), tl.join(x[3], x[7])))
+    return tl.reshape(joined, [W, N, C])
 
 
 @triton.jit
@@ -118,7 +119,7 @@ def _piece(
     first_column, leads = tl.load(line + 8), tl.load(line + 10)
     words = tl.multiple_of(width // C, ALIGN)
     base = tl.load(bases + b * G + g).to(tl.int64) * NQ
-    about = (
+    source = (
         tl.multiple_of(tl.load(line), ALIGN), words, tl.multiple_of(tl.load(line + 2), 8),
         tl.load(line + 3), tl.load(line + 4), tl.load(line + 5), base + first_head - g * NQ,
     )  # fmt: skip
@@ -127,9 +128,9 @@ def _piece(
     last = tl.cdiv(tl.minimum(stop * BLOCK, length), SPAN)
     for begin in range(tile * BLOCK // SPAN, last, TOPS):
         t = begin + tl.arange(0, TOPS)[:, None]
-        there = (t < last) & (n < N)[None, :]
-        found = tl.load(tops + about[6] + t * NQ + n[None, :], there, float("-inf"))
-        top = tl.maximum(top, tl.max(found, 0))
+        in_range = (t < last) & (n < N)[None, :]
+        maxima = tl.load(tops + source[6] + t * NQ + n[None, :], in_range, float("-inf"))
+        top = tl.maximum(top, tl.max(maxima, 0))
     top = tl.where(n < N, top, 0.0)
     spread = tl.zeros([16, GP], tl.float32)  # sixteen equal rows
     state = (spread, spread)
@@ -143,13 +144,13 @@ def _piece(
         ahead = tile_pages(table, t + 1, row, length, PAGE, ONE_PAGE)
         state = _attend(
             state, t, page, tile_rows(t, row, PAGE, ONE_PAGE), row >= 0, values, arena,
-            weights, tops, about, top, BITS, ZEROS, SCALE, WV, N, GP, NQ, BLOCK, SPAN,
+            weights, tops, source, top, BITS, ZEROS, SCALE, WV, N, GP, NQ, BLOCK, SPAN,
             ONE_PAGE, False,
         )  # fmt: skip
     if full < stop:
         state = _attend(
             state, full, ahead.to(tl.int64) * 32, tile_rows(full, row, PAGE, ONE_PAGE),
-            full * BLOCK + row < length, values, arena, weights, tops, about, top,
+            full * BLOCK + row < length, values, arena, weights, tops, source, top,
             BITS, ZEROS, SCALE, WV, N, GP, NQ, BLOCK, SPAN, ONE_PAGE, True,
         )  # fmt: skip
     mass, floor = tl.max(state[0], 0), tl.sum(state[1], 0) / 16
@@ -161,15 +162,15 @@ def _piece(
         if BITS < 16:
             acc = acc / (2 * factor(BITS, J)) + floor[None, :]
         outputs = outputs + (acc,)
-    found = _in_turn(outputs, C, WV, GP)
+    maxima = _in_turn(outputs, C, WV, GP)
     column = word[:, None, None] * C + tl.arange(0, C)[None, None, :]
     if whole:
-        there = (n < N)[None, :, None] & (column < width)
+        in_range = (n < N)[None, :, None] & (column < width)
         to = out + (b * HQ + first_head) * DO + first_column
-        tl.store(to + (n[None, :, None] * DO + column), found * norm[None, :, None], there)
+        tl.store(to + (n[None, :, None] * DO + column), maxima * norm[None, :, None], in_range)
     else:
         piece = part + (slice + item).to(tl.int64) * GP * DV
-        tl.store(piece + (n[None, :, None] * DV + column), found)
+        tl.store(piece + (n[None, :, None] * DV + column), maxima)
     if whole:
         tl.store(lse + b * HQ + first_head + n, top + tl.log2(mass), (n < N) & (leads > 0))
     else:

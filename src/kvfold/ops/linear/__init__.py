@@ -1,8 +1,6 @@
-"""Products of tokens with weights: those of few tokens, as a decode step has them, by kernels whose
-time is that of reading the weights.
+"""Linear layers for few tokens (a decode step), limited by the time to read the weights.
 
-Shapes: T tokens, K inputs, N outputs. A token's sums are in fp32; their order depends on how many
-tokens there are.
+Shapes: T tokens, K inputs, N outputs. Sums are in fp32; their order depends on T.
 """
 
 from typing import Any
@@ -19,23 +17,24 @@ FEW = 32  # tokens that CPUs multiply by reading weights once; of more PyTorch k
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [.., K] by weight [N, K], plus bias [N]: [.., N]."""
+    """Return x [.., K] @ weight [N, K]^T + bias [N]: [.., N]."""
     if x.device.type != "cuda":
         return _on_cpu(x, weight).linear(x, weight, bias)
-    found: Tensor = torch.ops.kvfold.linear(x, weight, bias)
-    return found
+    result: Tensor = torch.ops.kvfold.linear(x, weight, bias)
+    return result
 
 
 def gated(x: Tensor, weight: Tensor) -> Tensor:
-    """silu(gate) * up of x [.., K] by weight [2 N, K], of which gate's rows come first: [.., N]."""
+    """Return silu(gate) * up, [.., N], where (gate, up) = x [.., K] @ weight [2 N, K]^T; gate is
+    the first half."""
     if x.device.type != "cuda":
         return _on_cpu(x, weight).gated(x, weight)
-    found: Tensor = torch.ops.kvfold.gated(x, weight)
-    return found
+    result: Tensor = torch.ops.kvfold.gated(x, weight)
+    return result
 
 
 def _on_cpu(x: Tensor, weight: Tensor) -> Any:
-    """The module that multiplies them."""
+    """The CPU module for these tensors: Numba if it serves them, else plain PyTorch."""
     if no_numba(x.device.type) is None:
         from kvfold.ops.linear import numba
 

@@ -1,9 +1,4 @@
-"""The functions of `ops.linear` for few tokens in fp32, on CPUs. Numba kernels.
-
-Shapes as in `ops.linear`. Rows of weights are read once, one behind another, by all threads, and
-their products with all tokens are taken meanwhile. What a token gets depends on neither the tokens
-beside it nor the number of threads.
-"""
+"""Linear layers for few fp32 tokens on CPUs: the functions of `ops.linear` as Numba kernels."""
 
 from collections.abc import Callable
 from functools import partial
@@ -31,26 +26,27 @@ def serves(x: Tensor, weight: Tensor) -> bool:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As `ops.linear.linear`."""
+    """Like `ops.linear.linear`."""
     added = np.zeros(0, dtype=np.float32) if bias is None else bias.detach().numpy()
-    return _each(partial(_product, added), x, weight, weight.shape[0])
+    return _in_blocks(partial(_product, added), x, weight, weight.shape[0])
 
 
 def gated(x: Tensor, weight: Tensor) -> Tensor:
-    """As `ops.linear.gated`."""
-    return _each(_gated, x, weight, weight.shape[0] // 2)
+    """Like `ops.linear.gated`."""
+    return _in_blocks(_gated, x, weight, weight.shape[0] // 2)
 
 
-def _each(work: Callable[..., object], x: Tensor, weight: Tensor, outputs: int) -> Tensor:
-    """Of work(x, weights, out, begin, end), ROWS numbers of every output at a time."""
+def _in_blocks(work: Callable[..., object], x: Tensor, weight: Tensor, outputs: int) -> Tensor:
+    """Run work(x, weights, out, begin, end) over blocks of ROWS outputs, in threads if the weights
+    are large."""
     tokens = x.detach().reshape(-1, x.shape[-1]).contiguous().numpy()
     out = np.empty((len(tokens), outputs), dtype=np.float32)
-    own = partial(work, tokens, weight.detach().numpy(), out)
+    block_work = partial(work, tokens, weight.detach().numpy(), out)
     count = -(-outputs // ROWS)
     if weight.numel() < SHARED:
-        own(0, count)
+        block_work(0, count)
     else:
-        share(own, count)
+        share(block_work, count)
     return torch.from_numpy(out).view(*x.shape[:-1], outputs)
 
 

@@ -46,18 +46,18 @@ def one_kernel(
     column, depth = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
     row = weight + column[:, None].to(tl.int64) * K + depth[None, :]
     sums = tl.zeros([COLUMNS, DEPTH], tl.float32)
-    others = tl.zeros([COLUMNS, DEPTH], tl.float32)
+    up_sums = tl.zeros([COLUMNS, DEPTH], tl.float32)
     for start in tl.range(0, K, DEPTH, num_stages=STAGES):
         a = tl.load(x + start + depth).to(tl.float32)[None, :]
         sums += tl.load(row + start).to(tl.float32) * a
         if GATED:
-            others += tl.load(row + N.to(tl.int64) * K + start).to(tl.float32) * a
-    found = tl.sum(sums, 1)
+            up_sums += tl.load(row + N.to(tl.int64) * K + start).to(tl.float32) * a
+    total = tl.sum(sums, 1)
     if GATED:
-        found = _gate(found, tl.sum(others, 1), x.dtype.element_ty)
+        total = _gate(total, tl.sum(up_sums, 1), x.dtype.element_ty)
     if bias is not None:
-        found += tl.load(bias + column).to(tl.float32)
-    tl.store(out + column, found.to(x.dtype.element_ty))
+        total += tl.load(bias + column).to(tl.float32)
+    tl.store(out + column, total.to(x.dtype.element_ty))
 
 
 @step_kernel
@@ -74,14 +74,14 @@ def few_kernel(
     inside = token < num_tokens
     row = weight + column[:, None].to(tl.int64) * K + depth[None, :]
     sums = tl.zeros([COLUMNS, TOKENS], tl.float32)
-    others = tl.zeros([COLUMNS, TOKENS], tl.float32)
+    up_sums = tl.zeros([COLUMNS, TOKENS], tl.float32)
     for start in tl.range(0, K, DEPTH, num_stages=STAGES):
         a = tl.load(x + token * K + (start + depth)[:, None], inside, 0.0)
         sums = tl.dot(tl.load(row + start), a, sums)
         if GATED:
-            others = tl.dot(tl.load(row + N.to(tl.int64) * K + start), a, others)
+            up_sums = tl.dot(tl.load(row + N.to(tl.int64) * K + start), a, up_sums)
     if GATED:
-        sums = _gate(sums, others, x.dtype.element_ty)
+        sums = _gate(sums, up_sums, x.dtype.element_ty)
     if bias is not None:
         sums += tl.load(bias + column).to(tl.float32)[:, None]
     tl.store(out + token * N + column[:, None], sums.to(x.dtype.element_ty), inside)
@@ -93,19 +93,19 @@ def act_kernel(both, out, N, BLOCK: tl.constexpr):
     token, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside, row = at < N, both + token * 2 * N
     gate, up = tl.load(row + at, inside, 0.0), tl.load(row + N + at, inside, 0.0)
-    found = _gate(gate, up, both.dtype.element_ty)
-    tl.store(out + token * N + at, found.to(both.dtype.element_ty), inside)
+    result = _gate(gate, up, both.dtype.element_ty)
+    tl.store(out + token * N + at, result.to(both.dtype.element_ty), inside)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As `ops.linear.linear`."""
+    """Like `ops.linear.linear`."""
     if _num_tokens(x) > FEW or unserved(x, weight):
         return F.linear(x, weight, bias)
     return product(x, weight, bias)
 
 
 def gated(x: Tensor, weight: Tensor) -> Tensor:
-    """As `ops.linear.gated`."""
+    """Like `ops.linear.gated`."""
     if _num_tokens(x) > GATED or unserved(x, weight):
         return activated(F.linear(x, weight))
     return product(x, weight, gated=True)

@@ -89,9 +89,9 @@ def score_space(
     query [N, Hq, d], key [N, Hk, d], value [N, n h, dv]: any strides; key and value are None where
     another layer stores them, then so are the entries.
     """
-    found: tuple[Tensor, Tensor | None]
-    found = _module(maps.key_up).score_space(maps, query, key, value)
-    return found
+    result: tuple[Tensor, Tensor | None]
+    result = _module(maps.key_up).score_space(maps, query, key, value)
+    return result
 
 
 def outputs(
@@ -102,8 +102,8 @@ def outputs(
     mapped before attention, out [B, Hq, T, dv]."""
     if mapped:
         return with_mean(maps, out.transpose(1, 2).unflatten(2, (-1, maps.queries)), into)
-    found: Tensor = _module(maps.value_up).outputs(maps, out, into)
-    return found
+    result: Tensor = _module(maps.value_up).outputs(maps, out, into)
+    return result
 
 
 def with_mean(maps: OutputMaps, out: Tensor, into: Tensor | None = None) -> Tensor:

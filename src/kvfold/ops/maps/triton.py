@@ -122,10 +122,10 @@ def pack_entries(maps: EntryMaps) -> Packed:
 def pack_outputs(maps: OutputMaps) -> Packed:
     """For `outputs`."""
     heads, width = maps.queries, maps.mean.shape[1]
-    each = zip(maps.value_up, maps.mean, maps.ranks, strict=True)
+    heads_maps = zip(maps.value_up, maps.mean, maps.ranks, strict=True)
     products = [
         Product(QUERY, i * heads, up[:, :rank].mT, mean, i * heads * width, heads, width)
-        for i, (up, mean, rank) in enumerate(each)
+        for i, (up, mean, rank) in enumerate(heads_maps)
     ]
     return Packed.of(products, maps.value_up)
 
@@ -141,10 +141,10 @@ def _of_entries(maps: EntryMaps) -> Iterator[Product]:
     for i, rank in enumerate(maps.key_ranks):
         yield Product(KEY, i, maps.key_down[i, :, :rank], -maps.key_shift[i, :rank], begin)
         begin += rank
-    each = maps.value_down.shape[1] // maps.head_dim
+    heads_per_latent = maps.value_down.shape[1] // maps.head_dim
     for i, rank in enumerate(maps.value_ranks):
         bias = -maps.value_shift[i, :rank]
-        yield Product(VALUE, i * each, maps.value_down[i, :, :rank], bias, begin)
+        yield Product(VALUE, i * heads_per_latent, maps.value_down[i, :, :rank], bias, begin)
         begin += rank
 
 
@@ -157,11 +157,11 @@ def maps_kernel(
 ):  # fmt: skip
     """Program (tile, i): TOKENS of a tile's inputs. x_n, x_h: from a token and from a head to the
     next; SPAN: numbers of a value head; ALIGN: divides all of these and K."""
-    about = table + tl.program_id(0) * FIELDS
-    source, head, heads = tl.load(about), tl.load(about + 1), tl.load(about + 2)
-    K, begin = tl.load(about + 3), tl.load(about + 5)
-    first = tl.multiple_of(tl.load(about + 4), COLUMNS * 16)
-    count, step = tl.load(about + 6), tl.load(about + 7)
+    tile_row = table + tl.program_id(0) * FIELDS
+    source, head, heads = tl.load(tile_row), tl.load(tile_row + 1), tl.load(tile_row + 2)
+    K, begin = tl.load(tile_row + 3), tl.load(tile_row + 5)
+    first = tl.multiple_of(tl.load(tile_row + 4), COLUMNS * 16)
+    count, step = tl.load(tile_row + 6), tl.load(tile_row + 7)
     if tl.program_id(1) * TOKENS < num_tokens * heads:
         column, depth = tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
         bias = tl.load(biases + tl.program_id(0) * COLUMNS + column)
@@ -177,13 +177,13 @@ def maps_kernel(
         x, K = tl.multiple_of(x, 2 * ALIGN), tl.multiple_of(K, ALIGN)
         x_n, x_h = tl.multiple_of(x_n, ALIGN), tl.multiple_of(x_h, ALIGN)
         span = tl.multiple_of(span, ALIGN)
-        own = x + token * x_n + (head + other) * x_h
+        x_row = x + token * x_n + (head + other) * x_h
         tile = weights + first + column[:, None] * DEPTH + depth[None, :]
         after_launch(PDL)
         sums = tl.zeros([COLUMNS, TOKENS], tl.float32)
         for start in tl.range(0, K, DEPTH, num_stages=STAGES):
             k = start + depth
-            at = own[None, :] + (k // SPAN * span + k % SPAN)[:, None]
+            at = x_row[None, :] + (k // SPAN * span + k % SPAN)[:, None]
             a = tl.load(at, inside[None, :] & (k < K)[:, None], 0.0)
             sums = tl.dot(tl.load(tile + start * COLUMNS), a, sums)
         sums += bias[:, None]

@@ -1,8 +1,10 @@
-"""Eviction metrics: what rows were attended to, from queries that were kept, or from the weights
-that decoding in two passes leaves behind.
+"""Update eviction metrics with the attention that cached tokens receive.
 
-Shapes: B sequences, Hq query heads, W kept queries of each, G groups of the layer, S slots, n pages
-of the longest group, T rows. Queries see rows in score space only, as in `ops.decode`.
+The attention comes from recent queries (`observe`), or from the weights that two-pass decoding
+leaves in its workspace (`observe_weights`).
+
+Shapes: B sequences, Hq query heads, W recent queries per head, G groups of the layer, S slots, n
+pages of the longest group, T token entries. Queries are in score space, as in `ops.decode`.
 """
 
 from collections.abc import Sequence
@@ -16,19 +18,21 @@ from kvfold.ops.common.pages import LayerPages
 from kvfold.ops.decode import groups as score_space
 
 
-def unread(groups: Sequence[Group]) -> str | None:
-    """As of the decode kernels, whose pages these are, with metrics."""
+def unsupported_reason(groups: Sequence[Group]) -> str | None:
+    """Why the kernel cannot read these pages, or None. It reads what the decode kernels read, if
+    the pages store metrics."""
     if not all(group.layout.tracked for group in groups):
         return "rows without metrics: they are not tracked"
     return score_space.unsupported_reason(groups)
 
 
 # Each has `observe`, which is called as the one below.
-OBSERVE = Operation(__name__, {"triton": unread})
+OBSERVE = Operation(__name__, {"triton": unsupported_reason})
 
 
 def why_not(groups: Sequence[Group], device_type: str) -> str | None:
-    """Why `observe` gathers all rows of such pages, in plain PyTorch; None where it does not."""
+    """Why `observe` falls back to plain PyTorch, which gathers all token entries; None if a kernel
+    runs."""
     return OBSERVE.why_not(device_type, tuple(groups))
 
 
@@ -53,12 +57,13 @@ def observe_weights(
     plan: Any, lse: Tensor, positions: Tensor, pages: LayerPages, slots: Tensor,
     *, power: int, exclude: int = 0,
 ) -> None:  # fmt: skip
-    """Add sum p^power of decoded queries to the metrics of the rows they saw, as `observe` does,
-    from the weights that their decode left. Never waits for the device.
+    """Add sum p^power to the metrics of the tokens that decoded queries saw, from the weights that
+    their decode left in the workspace. Never waits for the device.
 
-    plan: what `decode` or `latent_decode` was given, in two passes (a `SplitPlan` or `LatentPlan`),
-    before another layer is; lse fp32 [B, Hq]: what it returned; positions int [B]: of the queries;
-    pages: tracked; slots int64 [B], distinct but for what nobody reads.
+    plan: the `SplitPlan` or `LatentPlan` of the two-pass `decode` or `latent_decode` call that has
+        just run: the next layer overwrites its workspace; lse fp32 [B, Hq]: returned by that call;
+        positions int [B]: of the queries; pages: tracked; slots int64 [B], distinct except for
+        padding that nobody reads.
     """
     from kvfold.ops.observe import weights_triton
 

@@ -1,8 +1,10 @@
-"""Eviction metrics from the weights that decoding in two passes left in its room. A Triton kernel.
+"""Update eviction metrics from the weights that two-pass decoding left in its workspace. Triton.
 
-No key is read again: what a row adds is its weight, its span's top and its query's log-sum-exp.
-Shapes: B sequences, G groups of a layer, NQ query heads of each, padded to NP; a tile is SPANS
-spans of SPAN rows.
+No key is read again: the kernel needs a token's weight, the maximum of its span and the log-sum-exp
+    of the query.
+
+Shapes: B sequences, G groups of a layer, NQ query heads per group, padded to NP; a tile is SPANS
+spans of SPAN tokens.
 """
 # mypy: allow-untyped-defs
 
@@ -52,11 +54,13 @@ def observe_weights_kernel(
             page = tl.load(table + at // PAGE, inside, 0).to(tl.int64) * WORDS
             place = page + at % PAGE
             counted = inside & (tl.load(ints + (place + track), inside, 0) <= last)
-            there = (span * SPAN < length)[:, None] & (n < NQ)[None, :]
-            own = (first + span)[:, None] * NQ + n[None, :]
-            top = tl.load(tops + own, there, float("-inf"))
+            in_range = (span * SPAN < length)[:, None] & (n < NQ)[None, :]
+            span_rows = (first + span)[:, None] * NQ + n[None, :]
+            top = tl.load(tops + span_rows, in_range, float("-inf"))
             p = tl.load(
-                weights + (own[:, :, None] * SPAN + row[None, None, :]), there[:, :, None], 0.0
+                weights + (span_rows[:, :, None] * SPAN + row[None, None, :]),
+                in_range[:, :, None],
+                0.0,
             ).to(tl.float32)
             p *= tl.exp2(top - total[None, :])[:, :, None]
             if POWER == 2:
@@ -69,7 +73,7 @@ def observe_weights(
     plan: SplitPlan | LatentPlan, lse: Tensor, positions: Tensor, pages: LayerPages, slots: Tensor,
     *, power: int, exclude: int = 0,
 ) -> None:  # fmt: skip
-    """As `ops.observe.observe_weights`. The launch depends on shapes alone."""
+    """Like `ops.observe.observe_weights`. The launch depends on shapes alone."""
     arena, tables, lengths, groups = pages
     num_groups, room, page = len(groups), plan.room, groups[0].layout.page
     heads = room.tops.shape[1]

@@ -78,13 +78,13 @@ def turn(x, cos, sin, out):
 def _queries(q, cos, sin, up, out):
     tokens, heads, dim = q.shape
     group, rank = heads // len(up), up.shape[2]
-    turned = np.empty((group * tokens, dim), dtype=np.float32)
+    rotated = np.empty((group * tokens, dim), dtype=np.float32)
     for h in range(len(up)):
         for g in range(group):
             for t in range(tokens):
-                turn(q[t, h * group + g], cos[t], sin[t], turned[g * tokens + t])
-        own = out[h * group : (h + 1) * group].reshape(group * tokens, rank)
-        mix(turned, up[h].reshape(-1), rank, dim, own)
+                turn(q[t, h * group + g], cos[t], sin[t], rotated[g * tokens + t])
+        head_out = out[h * group : (h + 1) * group].reshape(group * tokens, rank)
+        mix(rotated, up[h].reshape(-1), rank, dim, head_out)
 
 
 @kernel(
@@ -94,13 +94,13 @@ def _queries(q, cos, sin, up, out):
 def _keys(k, cos, sin, down, out):
     tokens, heads, dim = k.shape
     group, rank = heads // len(down), down.shape[2]
-    turned = np.empty((tokens, group * dim), dtype=np.float32)
-    found = np.empty((tokens, rank), dtype=np.float32)
+    rotated = np.empty((tokens, group * dim), dtype=np.float32)
+    latents = np.empty((tokens, rank), dtype=np.float32)
     for n in range(len(down)):
         for t in range(tokens):
             for g in range(group):
-                to = turned[t, g * dim : (g + 1) * dim]
+                to = rotated[t, g * dim : (g + 1) * dim]
                 turn(k[t, n * group + g], cos[t], sin[t], to)
-        found[:] = 0
-        mix(turned, down[n].reshape(-1), rank, group * dim, found)
-        out[:, n] = found
+        latents[:] = 0
+        mix(rotated, down[n].reshape(-1), rank, group * dim, latents)
+        out[:, n] = latents

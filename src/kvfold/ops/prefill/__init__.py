@@ -1,7 +1,8 @@
-"""Attention of many new tokens over rows laid out in one tensor: a prompt's chunk.
+"""Attention of many new tokens (a prefill chunk) over keys and values in contiguous tensors.
 
-Shapes: B sequences, Hq query heads, Hk KV heads, T queries, S rows, G groups of the layer; dk, dv
-widest key and value rank. What the heads of a layer keep may differ from head to head.
+Shapes: B sequences, Hq query heads, Hk KV heads, T queries, S tokens of keys and values, G groups
+of the layer; dk, dv widest key and value rank. Ranks and stored tokens may differ from head to
+head.
 """
 
 from types import ModuleType
@@ -9,18 +10,18 @@ from types import ModuleType
 from torch import Tensor
 
 from kvfold.ops.backend import Operation
-from kvfold.ops.prefill.plan import unread
+from kvfold.ops.prefill.plan import unsupported_reason
 from kvfold.ops.prefill.rows import KVView, Seen
 
 __all__ = ["KVView", "Seen", "peaks", "prefill", "prefill_among", "why_not"]
 
 # Each has `prefill` and `prefill_among`, which are called as those below, or `peaks`.
-PREFILL = Operation(__name__, {"triton": unread})
-PEAKS = Operation(__name__, {"triton_peaks": unread})
+PREFILL = Operation(__name__, {"triton": unsupported_reason})
+PEAKS = Operation(__name__, {"triton_peaks": unsupported_reason})
 
 
 def why_not(q: Tensor, keys: KVView, values: KVView) -> str | None:
-    """Why `prefill` goes head by head, in plain PyTorch; None where it does not."""
+    """Why `prefill` falls back to plain PyTorch, head by head; None if a kernel runs."""
     return PREFILL.why_not(q.device.type, *_data(q, keys, values))
 
 
@@ -40,8 +41,9 @@ def prefill(
 def prefill_among(
     q: Tensor, keys: KVView, values: KVView, seen: Seen, scale: float, among: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same over rows with positions, and a log2-sum-exp2 fp32 [B, Hq, T] of the scores of those
-    rows alone that a query sees and that are `among` bool [B, G, S]; -inf where there are none."""
+    """Like `prefill`, for tokens with positions; also return the log2-sum-exp2 fp32 [B, Hq, T] of
+    the scores of only those visible tokens that `among` bool [B, G, S] selects, -inf if there are
+    none."""
     return _module(q, keys, values, seen).prefill_among(q, keys, values, seen, scale, among)
 
 
@@ -58,8 +60,8 @@ def peaks(
     """
     dtypes = frozenset((q.dtype, keys.data.dtype))
     module = PEAKS.choose(q.device.type, dtypes, keys.ranks, (0,)).module
-    found: Tensor = module.peaks(q, keys, bias, counted, owner, scale, of_rows)
-    return found
+    result: Tensor = module.peaks(q, keys, bias, counted, owner, scale, of_rows)
+    return result
 
 
 def _module(q: Tensor, keys: KVView, values: KVView, seen: Seen) -> ModuleType:

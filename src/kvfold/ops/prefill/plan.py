@@ -46,11 +46,11 @@ class Class:
     align: int
 
 
-def unread(
+def unsupported_reason(
     dtypes: frozenset[torch.dtype], key_ranks: tuple[int, ...], value_ranks: tuple[int, ...]
 ) -> str | None:
-    """Why the kernel does not read such rows; None where it does: 16-bit numbers, keys and values
-    of at most WIDEST_ROWS."""
+    """Why the kernel cannot read such keys and values, or None. It reads 16-bit numbers, with keys
+    and values of at most WIDEST_ROWS numbers."""
     if len(dtypes) > 1 or not dtypes <= DTYPES:
         names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         return f"numbers in {names}: the kernel reads float16 or bfloat16"
@@ -119,21 +119,21 @@ def classes_of(
     device: torch.device,
 ) -> tuple[Class, ...]:
     """All units by class, the widest class first. A unit's columns: see `prefill_kernel`."""
-    found: dict[Widths, list[list[int]]] = {}
-    each = zip(key_starts, key_ranks, value_starts, value_ranks, owner, strict=True)
-    for head, (key, k_rank, value, v_rank, group) in enumerate(each):
+    by_widths: dict[Widths, list[list[int]]] = {}
+    heads = zip(key_starts, key_ranks, value_starts, value_ranks, owner, strict=True)
+    for head, (key, k_rank, value, v_rank, group) in enumerate(heads):
         for column in range(0, max(v_rank, 1), WIDEST):
             width = min(v_rank - column, WIDEST)
             unit = [head, group, key, k_rank, value + column, width, column, 0]
-            found.setdefault(widths_of(k_rank, width), []).append(unit)
+            by_widths.setdefault(widths_of(k_rank, width), []).append(unit)
     return tuple(
         Class(
             widths,
-            upload(np.array(found[widths]), device),
-            all((u[3], u[5]) == (sum(widths[:2]), widths[2]) for u in found[widths]),
-            gcd(8, *(n for u in found[widths] for n in u[2:6])),
+            upload(np.array(by_widths[widths]), device),
+            all((u[3], u[5]) == (sum(widths[:2]), widths[2]) for u in by_widths[widths]),
+            gcd(8, *(n for u in by_widths[widths] for n in u[2:6])),
         )
-        for widths in sorted(found, key=sum, reverse=True)
+        for widths in sorted(by_widths, key=sum, reverse=True)
     )
 
 

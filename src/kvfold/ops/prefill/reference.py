@@ -46,7 +46,7 @@ def peaks(
 ) -> Tensor:  # fmt: skip
     """As `ops.prefill.peaks`, in fp32 (fp64 for fp64 queries)."""
     heads, dtype = len(owner), torch.promote_types(q.dtype, torch.float32)
-    found = torch.zeros(len(q), heads, keys.data.shape[1], dtype=torch.float32, device=q.device)
+    out = torch.zeros(len(q), heads, keys.data.shape[1], dtype=torch.float32, device=q.device)
     group = q.shape[1] // heads
     for h, g in enumerate(owner):
         mine = slice(h * group, (h + 1) * group)
@@ -56,5 +56,5 @@ def peaks(
         worth = (scores + bias[:, mine, :, None]).amax(2).exp2()
         if of_rows is not None:
             worth = worth * of_rows[:, mine][..., some]
-        found[:, h, some] = worth.amax(1).float().where(counted[:, g, some], 0.0)
-    return found
+        out[:, h, some] = worth.amax(1).float().where(counted[:, g, some], 0.0)
+    return out

@@ -50,7 +50,7 @@ def peaks_kernel(
     item = tl.program_id(0)
     unit, b = units + item % U * 8, (item // U % B).to(tl.int64)
     first = item // (U * B) * BN
-    own, group = tl.load(unit), tl.load(unit + 1)
+    kv_head, group = tl.load(unit), tl.load(unit + 1)
     row = first + tl.arange(0, BN)
     inside = row < S
     wanted = tl.load(counted + b * c_b + group * c_g + row, inside, 0) != 0
@@ -67,7 +67,7 @@ def peaks_kernel(
         tiles = tl.cdiv(T, BM)
         column = tl.arange(0, DK)
         for i in tl.range(0, N * tiles, num_stages=STAGES):
-            head, start = own * N + i // tiles, i % tiles * BM
+            head, start = kv_head * N + i // tiles, i % tiles * BM
             t = tl.minimum(tl.arange(0, BM), T - 1 - start)  # the last one again
             place = b * q_b + head * q_h + start.to(tl.int64) * q_t
             at = q + tl.multiple_of(place, ALIGN) + (t * q_t)[:, None]
@@ -77,13 +77,13 @@ def peaks_kernel(
                 more = DK + tl.arange(0, EK)
                 some = tl.load(at + more) if EXACT else tl.load(at + more, more < rank, 0.0)
                 s = tl.dot(k1, tl.trans(some), s)
-            place = tl.multiple_of(((b * H + own * N) * tiles + i) * BM, BM)
+            place = tl.multiple_of(((b * H + kv_head * N) * tiles + i) * BM, BM)
             s = s * scale + tl.load(bias + place + tl.arange(0, BM))[None, :]
             if WORTH:
                 s += tl.load(of_rows + (b * H + head) * S + row, inside, 0.0)[:, None]
             peak = tl.maximum(peak, s)
         worth = tl.where(wanted, tl.exp2(tl.max(peak, 1)), 0.0)
-    tl.store(out + (b * (H // N) + own) * S + row, worth, inside)
+    tl.store(out + (b * (H // N) + kv_head) * S + row, worth, inside)
 
 
 def peaks(

@@ -1,7 +1,7 @@
-"""Attention that was computed without the learned sinks of its layer, as it is with them.
+"""Correct attention outputs for learned attention sinks.
 
-A sink is a score of a query head's own that stands beside those of every query and whose value is
-nothing. So outputs shrink by what it takes of the exponentials' sum, and nothing else changes.
+A sink is a learned score per query head that takes part in the softmax but has no value. So the
+correction only scales outputs down by the sink's share of the softmax sum.
 
 Shapes: B sequences, Hq query heads, T queries, dv widest value.
 """
@@ -15,11 +15,12 @@ SINKS = Operation(__name__, {"triton": lambda: None})
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """out [B, Hq, T, dv] times exp(l) / (exp(l) + exp(sink)), and the log2 of that sum.
+    """Scale out [B, Hq, T, dv] in place by exp(l) / (exp(l) + exp(sink)); return it with the log2
+    of that sum.
 
-    out: any strides but 1 for the last, is overwritten; lse fp32 [B, Hq, T]: the log2-sum-exp2 of
-    scaled scores, l / log(2), -inf where nothing is seen; sinks fp32 [Hq]: as the model has them.
+    out: last stride 1, overwritten; lse fp32 [B, Hq, T]: log2-sum-exp2 of the scaled scores, l /
+        log(2), -inf where a query sees no token; sinks fp32 [Hq]: as in the checkpoint.
     """
     module = SINKS.choose(out.device.type).module
-    found: tuple[Tensor, Tensor] = module.with_sinks(out, lse, sinks)
-    return found
+    result: tuple[Tensor, Tensor] = module.with_sinks(out, lse, sinks)
+    return result

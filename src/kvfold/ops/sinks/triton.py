@@ -23,15 +23,15 @@ def sinks_kernel(
     HQ: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr, LOG2_E: tl.constexpr,
     PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Program (b * HQ + h) * T + t; lse, total fp32 [B, HQ, T]."""
+    """One program per query, (b * HQ + h) * T + t. lse, total fp32 [B, HQ, T]."""
     item = tl.program_id(0).to(tl.int64)
     t, h, b = item % T, item // T % HQ, item // T // HQ
     column = tl.arange(0, BLOCK)
     sink = tl.load(sinks + h) * LOG2_E
     after_launch(PDL)
-    own = tl.load(lse + item)
-    peak = tl.maximum(own, sink)
-    share = tl.exp2(own - peak)
+    before = tl.load(lse + item)
+    peak = tl.maximum(before, sink)
+    share = tl.exp2(before - peak)
     mass = share + tl.exp2(sink - peak)
     place = out + b * o_b + h * o_h + t * o_t + column
     x = tl.load(place, column < DV, 0.0).to(tl.float32)
@@ -40,7 +40,7 @@ def sinks_kernel(
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """As `ops.sinks.with_sinks`."""
+    """Like `ops.sinks.with_sinks`, in one launch."""
     assert out.stride(-1) == 1 and lse.is_contiguous() and lse.shape == out.shape[:3]
     assert sinks.dtype is lse.dtype is torch.float32 and sinks.shape == lse.shape[1:2]
     total, width = torch.empty_like(lse), out.shape[-1]

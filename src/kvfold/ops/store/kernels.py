@@ -41,15 +41,15 @@ def append_rows(
     other, of its tokens in turn."""
     program = tl.program_id(0)
     for t in tl.static_range(len(TILES)):
-        own = tl.cdiv(num_tokens, SIZE // TILES[t][1]) * TILES[t][3]
-        if (program >= 0) & (program < own):
+        num_programs = tl.cdiv(num_tokens, SIZE // TILES[t][1]) * TILES[t][3]
+        if (program >= 0) & (program < num_programs):
             _append(
                 arena, tables, pieces, rows, slots, index, positions, num_tokens,
                 slot_step, group_step, page_step, row_step, token_step, number_step,
                 program // TILES[t][3], TILES[t][2] + program % TILES[t][3],
                 t, FORMS, TILES, PAGE, SCALE, ZEROS, TRACKED, SIZE,
             )  # fmt: skip
-        program -= own
+        program -= num_programs
 
 
 @triton.jit

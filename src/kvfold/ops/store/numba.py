@@ -152,13 +152,14 @@ def encode(x, step, least, bits, codes):
 
 @kernel()
 def pack(codes, width, bits, shift, arena, at):
-    """A plane of codes: `bits` of each from `shift` on, the first number in a byte's lowest."""
+    """Pack one plane of codes into bytes: `bits` bits of each code from bit `shift` on, the first
+    code lowest."""
     per, mask = 8 // bits, (1 << bits) - 1
     for byte in range((width + per - 1) // per):
-        found = 0
+        packed = 0
         for i in range(per):
-            found |= (np.int64(codes[byte * per + i]) >> shift & mask) << (bits * i)
-        arena[at + byte] = np.uint8(found)
+            packed |= (np.int64(codes[byte * per + i]) >> shift & mask) << (bits * i)
+        arena[at + byte] = np.uint8(packed)
 
 
 @kernel(

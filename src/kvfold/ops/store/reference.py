@@ -84,8 +84,8 @@ def gather(
         data = _read_pages(arena, tables, kind, slots, inside)
         _decode(kind, data, inside, packed, plan.even)
         if plan.tracked:
-            found = kind.block(data, kind.layout.blocks.positions, torch.int32)[..., 0] * inside
-            positions[:, kind.numbers] = found.flatten(2)
+            stored = kind.block(data, kind.layout.blocks.positions, torch.int32)[..., 0] * inside
+            positions[:, kind.numbers] = stored.flatten(2)
     rows = (packed if plan.even else plan.unpack(packed))[:, :size]
     return StoredRows(rows, valid[..., :size], positions[..., :size])
 
@@ -136,8 +136,8 @@ def move(pages: LayerPages, slots: Tensor, group: Tensor, source: Tensor, target
         mine = moves if every else moves[:, torch.isin(group, kind.numbers)]
         slot, number, old, new = mine
         words = words_of(arena, kind.word)
-        found = words[kind.address(tables, slot, number, old)]
-        words[kind.address(tables, slot, number, new)] = found
+        entries = words[kind.address(tables, slot, number, old)]
+        words[kind.address(tables, slot, number, new)] = entries
 
 
 def _encode(
@@ -149,13 +149,13 @@ def _encode(
     word, parts = INTS[layout.scale], []
     scales: dict[int, Tensor] = {}  # of a row, by place
     channels: dict[int, Tensor] = {}  # of a page, by place
-    each = zip(layout.segments, kind.columns, layout.metadata_indices, strict=True)
-    for segment, columns, places in each:
+    fields = zip(layout.segments, kind.columns, layout.metadata_indices, strict=True)
+    for segment, columns, places in fields:
         x = packed[:, columns].unflatten(-1, (g, segment.width))
         codes, metadata = segment.format.encode(x, layout.page)
         parts.append(codes)
-        found = (number.view(word) for number in metadata)
-        (channels if segment.per_channel else scales).update(zip(places, found, strict=True))
+        numbers = (number.view(word) for number in metadata)
+        (channels if segment.per_channel else scales).update(zip(places, numbers, strict=True))
     if scales:
         parts.append(torch.stack([scales[place] for place in sorted(scales)], dim=-1))
     if positions is not None and layout.tracked:
@@ -191,20 +191,20 @@ def _read_pages(
     pages = tables[slots[:, None], kind.numbers, : inside.shape[2]]
     pages = torch.where(inside[..., 0], pages, 0).long()
     units = pages[..., None] + torch.arange(kind.layout.page_units, device=arena.device)
-    found = words_of(arena, torch.uint8).view(-1, UNIT).index_select(0, units.flatten())
-    return found.view(*pages.shape, kind.layout.page_units * UNIT)
+    units_read = words_of(arena, torch.uint8).view(-1, UNIT).index_select(0, units.flatten())
+    return units_read.view(*pages.shape, kind.layout.page_units * UNIT)
 
 
 def _read_track(pages: LayerPages, name: str, slots: Tensor, valid: Tensor) -> Tensor:
     """int32 [B, G, T] of the block `positions` or `metrics`; 0 where not valid."""
-    found = torch.empty_like(valid, dtype=torch.int32)
+    numbers = torch.empty_like(valid, dtype=torch.int32)
     words = words_of(pages.arena, torch.int32)
     for kind in plan_pages(pages.groups, pages.arena.device).kinds:
         keep = valid[:, kind.numbers]
         block: Block = getattr(kind.layout.blocks, name)
         address = _track_address(pages.tables, kind, block, slots, keep)
-        found[:, kind.numbers] = words[address] * keep
-    return found
+        numbers[:, kind.numbers] = words[address] * keep
+    return numbers
 
 
 def _track_address(

@@ -96,11 +96,11 @@ def gather(
     residual = tails.groups[0].layout.page
     packed = (lengths - 1).clamp(min=0) // residual * residual
     most = max(size - 1, 0) // residual * residual
-    found = reference.gather(pages, slots, packed, dtype, most).rows
-    found = F.pad(found, (0, 0, 0, residual))  # so that the tail has a place behind the pages
+    rows = reference.gather(pages, slots, packed, dtype, most).rows
+    rows = F.pad(rows, (0, 0, 0, residual))  # so that the tail has a place behind the pages
     tail = reference.gather(tails, slots, lengths - packed, dtype, residual).rows
-    place = packed[:, :1].long() + torch.arange(residual, device=found.device)
-    found.scatter_(1, place[..., None].expand_as(tail), tail)
-    index = torch.arange(size, dtype=torch.int32, device=found.device)
+    place = packed[:, :1].long() + torch.arange(residual, device=rows.device)
+    rows.scatter_(1, place[..., None].expand_as(tail), tail)
+    index = torch.arange(size, dtype=torch.int32, device=rows.device)
     valid = index < lengths[..., None]
-    return StoredRows(found[:, :size], valid, index.expand_as(valid))
+    return StoredRows(rows[:, :size], valid, index.expand_as(valid))

@@ -108,7 +108,7 @@ def plan_pieces(groups: tuple[Group, ...], limit: int, device: torch.device) -> 
     pieces.sort(key=_alike)
     row, bits = sum(x.width for x in pieces), sorted({x.bits for x in pieces})
     forms = tuple(astuple(_form(x, pieces, row)) for x in bits)
-    alike = [(key, len([*own])) for key, own in groupby(pieces, _alike)]
+    alike = [(key, len([*members])) for key, members in groupby(pieces, _alike)]
     firsts = accumulate((count for _, count in alike), initial=0)
     tiles = zip(alike, firsts, strict=False)
     scaled = [x.layout for x in groups if x.layout.scales_per_row]
@@ -143,7 +143,7 @@ def plan_blocks(groups: tuple[Group, ...], device: torch.device) -> Blocks:
 
 
 def _pieces(group: int, layout: PageLayout, limit: int) -> list[Piece]:
-    blocks, found = layout.blocks, []
+    blocks, pieces = layout.blocks, []
     for segment, codes, places in zip(
         layout.segments, blocks.codes, layout.metadata_indices, strict=True
     ):
@@ -161,8 +161,8 @@ def _pieces(group: int, layout: PageLayout, limit: int) -> list[Piece]:
                 scales=layout.scales_per_row * layout.scale,
                 **_planes(layout, segment, codes.offset, begin),
             )
-            found.append(piece)
-    first, *others = found or [Piece(group=group)]
+            pieces.append(piece)
+    first, *others = pieces or [Piece(group=group)]
     track = {"positions": blocks.positions.offset, "metrics": blocks.metrics.offset}
     return [replace(first, first=1, **(track if layout.tracked else {})), *others]
 

@@ -64,19 +64,19 @@ def gather(
     assert layout.itemsize == dtype.itemsize or pieces.whole, f"rows are not stored as {dtype}"
     size = int(lengths.max()) if size is None else size
     on, shape = arena.device, (len(slots), len(groups), size)
-    found = StoredRows(
+    out = StoredRows(
         rows=torch.empty(len(slots), size, pieces.row, dtype=dtype, device=on),
         valid=torch.empty(shape, dtype=torch.bool, device=on),
         positions=torch.empty(shape, dtype=torch.int32, device=on),
     )
     gather_rows[(len(pieces.table) * cdiv(size, layout.page), len(slots))](
         arena, tables, pieces.table, slots.contiguous(), lengths,
-        found.rows, found.valid, found.positions, size, pieces.row, len(groups), len(pieces.table),
+        out.rows, out.valid, out.positions, size, pieces.row, len(groups), len(pieces.table),
         *tables.stride(), *lengths.stride(),
         FORMS=pieces.forms, PAGE=layout.page, SCALE=pieces.scale, ZEROS=pieces.zeros,
         TRACKED=layout.tracked, ROWS=power_of_two(layout.page), WIDTH=pieces.width,
     )  # fmt: skip
-    return found
+    return out
 
 
 def move(pages: LayerPages, slots: Tensor, group: Tensor, source: Tensor, target: Tensor) -> None:
@@ -102,10 +102,10 @@ def read_tracked(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `ops.store.read_tracked`."""
     valid = torch.arange(size, device=pages.arena.device) < lengths[..., None]
-    found = [torch.empty_like(valid, dtype=dtype) for dtype in (torch.int32, torch.float32)]
-    for offsets, values in zip(_tracks(pages), found, strict=True):
+    tracks = [torch.empty_like(valid, dtype=dtype) for dtype in (torch.int32, torch.float32)]
+    for offsets, values in zip(_tracks(pages), tracks, strict=True):
         _track(pages, slots, valid, offsets, values, False)
-    positions, metrics = found
+    positions, metrics = tracks
     return metrics, positions, valid
 
 
