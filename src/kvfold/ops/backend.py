@@ -1,8 +1,9 @@
-"""The implementation that an operation uses: a function of the device, KVFOLD_BACKEND and the data
-alone, remembered, logged once and never switched.
+"""Choose the implementation of an operation from the device, KVFOLD_BACKEND and the data.
 
-KVFOLD_BACKEND: `auto` (Triton on a CUDA device, Numba on a CPU, where they are installed),
-`triton`, `numba` or `reference`.
+The choice is cached and logged once, and never changes during a run.
+
+KVFOLD_BACKEND: `auto` (Triton on a CUDA device, Numba on a CPU, if they are installed), `triton`,
+    `numba` or `reference`.
 """
 
 import logging
@@ -26,8 +27,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Choice:
-    """The implementation for some data: `module`'s function of the operation's name. refused:
-    why those that come before it do not."""
+    """The implementation chosen for some data: `module` has the function. refused: why the
+    implementations that come before it do not serve these data."""
 
     name: str
     module: ModuleType
@@ -70,16 +71,18 @@ class Operation:
         return [plans[i] for i in range(len(layers))]
 
     def which(self, device_type: str, *data: Hashable) -> str:
-        """The name of the implementation that runs on these data. Imports none of them."""
+        """Return the name of the implementation that runs on these data. Imports none of them."""
         return self._pick(device_type, data)[0]
 
     def why_not(self, device_type: str, *data: Hashable) -> str | None:
-        """Why the reference runs on these data; None where another implementation does. Imports
-        none of them."""
+        """Return why the reference runs on these data, or None if another implementation does.
+        Imports none."""
         name, refused = self._pick(device_type, data)
         return "; ".join(dict.fromkeys(refused)) if name == LAST else None
 
     def _pick(self, device_type: str, data: tuple[Hashable, ...]) -> tuple[str, tuple[str, ...]]:
+        """Return the name of the first implementation that serves these data, and why those before
+        it do not."""
         return _pick(self, _wanted(), use_triton(device_type), device_type, data)
 
 
@@ -111,7 +114,7 @@ def _pick(
 
 
 def _away(backend: str, wanted: str, triton: bool, device_type: str) -> str | None:
-    """Why a backend does not run on this type of device, whatever the data."""
+    """Why a backend is not available on this type of device, or None."""
     if backend == "numba":
         return no_numba(device_type)
     if device_type == GPU:
@@ -127,7 +130,7 @@ def _away(backend: str, wanted: str, triton: bool, device_type: str) -> str | No
 
 @lru_cache
 def _log(operation: str, device_type: str, name: str, *refused: str) -> None:
-    """Once for every choice and its reasons, which many layers share."""
+    """Log a choice and its reasons once, although many layers share it."""
     reasons = f" ({'; '.join(refused)})" if refused else ""
     log.info("%s on %s: %s%s", operation, device_type, name, reasons)
 
@@ -163,7 +166,7 @@ def use_triton(device_type: str) -> bool:
 
 
 def no_numba(device_type: str) -> str | None:
-    """Why Numba's kernels do not run on this type of device; None where they do."""
+    """Why Numba kernels do not run on this type of device, or None if they do."""
     if device_type != "cpu":
         return f"Numba's kernels run on a CPU, not on {device_type}"
     if (wanted := _wanted()) not in ("auto", "numba"):
@@ -183,8 +186,8 @@ def _interpreted() -> bool:
 
 @lru_cache
 def has_gluon(device: torch.device) -> bool:
-    """Whether kernels in Gluon run: on Hopper, with the Triton that they were written for, since
-    their language changes."""
+    """Whether Gluon kernels run: on Hopper, with the Triton version they were written for (the
+    language is not stable)."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return False
     import triton

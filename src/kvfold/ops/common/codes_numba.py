@@ -1,8 +1,9 @@
-"""Numbers of pages for Numba's kernels: 16 codes at a time as LLVM's vectors, scales, floats.
+"""Decode the numbers in pages for Numba kernels: codes, 16 at a time in LLVM vectors, scales and
+floats.
 
-Numba's own loops over codes of a few bits are not vectorised, which is some ten times slower.
-Kernels are compiled when they are first called and kept beside their source, or where Numba can
-write (NUMBA_CACHE_DIR). Addresses are numbers of the array's items.
+Numba does not vectorise plain loops over codes of a few bits, which makes them about ten times
+slower. Kernels are compiled at their first call and cached beside their source, or in
+NUMBA_CACHE_DIR. Addresses count items of the array.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,8 +24,8 @@ _I8, _I32, _F32 = ir.IntType(8), ir.IntType(32), ir.FloatType()
 
 
 def kernel(signature: str | None = None, *, fast: bool = False) -> Callable[[Any], Any]:
-    """Compiles a function, without the GIL, for one signature, or for those that others call it
-    with. fast: sums in any order. It is kept where some folder can be written."""
+    """Compile a function that releases the GIL, for one signature, or for those it is called with.
+    fast: sums in any order. The result is cached if a folder is writable."""
     options: dict[str, Any] = {"nogil": True, "fastmath": fast and FAST, "error_model": "numpy"}
 
     def compiled(function: Any) -> Any:
@@ -134,13 +135,13 @@ def decode_codes(
 
 @kernel()
 def of_bits(x):
-    """The fp32 of these bits."""
+    """The fp32 with these bits."""
     return np.uint32(x).view(np.float32)
 
 
 @kernel()
 def single(half):
-    """The fp32 of an fp16's bits."""
+    """Convert the bits of an fp16 to fp32."""
     rest, sign = np.uint32(half & 0x7FFF), np.uint32(half & 0x8000)
     # As bits of an fp32 it is 2^112 times smaller; what is not finite has too low an exponent.
     whole = np.float32(2.0**112) if rest < 0x7C00 else np.float32(np.inf)

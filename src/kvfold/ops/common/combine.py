@@ -1,7 +1,8 @@
-"""Merging what slices found of the same item: the last launch of decode attention.
+"""Merge the partial results of items that several slices share (split-K): the last launch of decode
+attention.
 
-Shapes: I items, P parts (see `plan`), HQ query heads, `heads` of an item, padded to GP; DV columns
-of a part.
+Shapes: I items, P partial results (see `plan`), HQ query heads, `heads` of an item, padded to GP;
+DV columns of a partial result.
 """
 # mypy: allow-untyped-defs
 
@@ -18,9 +19,9 @@ MOST, NARROWEST = 128, 32  # parts at a time; columns
 
 
 def cut(parts: int, items: int, width: int) -> dict[str, int]:
-    """How parts of `width` columns are merged: about as many at a time as an item has, and the more
-    they are the fewer columns a program takes, since few items are few programs. One warp sums
-    without waiting for others."""
+    """Tuning of the merge: about as many partial results at a time as an item has. The more they
+    are, the fewer columns a program takes, since few items make few programs. One warp needs no
+    barrier for its sums."""
     block = min(MOST, max(4, power_of_two(cdiv(parts, items))))
     return {"BLOCK": block, "COLUMNS": min(width, max(NARROWEST, TILE // block)), "num_warps": 1}
 
@@ -29,10 +30,12 @@ def combine(
     out: Tensor, lse: Tensor, part: Tensor, part_ml: Tensor, table: Tensor, slices: Slices,
     heads: int, width: int, padding: tuple[int, int] = (1, 1),
 ) -> None:  # fmt: skip
-    """Outputs out [B, HQ, DO] and lse fp32 [B, HQ] in log2 of items of which several slices had a
-    part: part fp32 [P, GP, width], part_ml fp32 [P, 2, GP] highest scores and masses. table int32
-    [G, .]: of groups or of pieces, see the kernel. padding: query heads of a KV head, and how many
-    parts have."""
+    """Write out [B, HQ, DO] and lse fp32 [B, HQ] (log2) of the items that several slices share.
+
+    part fp32 [P, GP, width]; part_ml fp32 [P, 2, GP]: maximum scores and softmax sums. table int32
+    [G, .]: of groups or of value tiles, see the kernel. padding: query heads per KV head, as stored
+    and as in the partial results.
+    """
     items = slices.counts.shape[0]
     how = cut(slices.starts.shape[0], items, width)
     combine_kernel[(items, heads, width // how["COLUMNS"])](
@@ -51,9 +54,12 @@ def combine_kernel(
     N: tl.constexpr, NP: tl.constexpr, FIELDS: tl.constexpr, ORDER: tl.constexpr,
     BLOCK: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Merge COLUMNS of an item's parts, BLOCK at a time, for one query head; nothing to do for an
-    item of one part. groups int32 [G, FIELDS]: of groups, or of pieces of values, whose columns are
-    some of `out`'s heads'."""
+    """Merge COLUMNS columns of an item's partial results for one query head, BLOCK results at a
+    time. Items with one partial result need no merge.
+
+    groups int32 [G, FIELDS]: one line per group, or per value tile, which covers some columns of
+    its heads.
+    """
     item, head = tl.program_id(0), tl.program_id(1)
     after_launch(PDL)
     count = tl.load(counts + item)

@@ -1,4 +1,4 @@
-"""How kernels are launched, and given what the host knows."""
+"""Launch kernels early and copy between host and device without waiting."""
 
 from functools import lru_cache
 
@@ -17,14 +17,14 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def launch_options(device: torch.device) -> dict[str, bool]:
-    """Of kernels that wait by themselves for what they read: where it can be, they are launched
-    before the kernel in front has ended."""
+    """Launch options of kernels that wait themselves for the data they read: on devices with
+    programmatic dependent launch they start before the kernel in front has ended."""
     early = PDL and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     return {"PDL": True, "launch_pdl": True} if early else {}
 
 
 def upload(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
-    """To the device without waiting: a copy from pinned memory queues like a kernel."""
+    """Copy to the device without waiting: a copy from pinned memory is queued like a kernel."""
     tensor = torch.from_numpy(array)
     if device.type == "cuda":
         tensor = tensor.pin_memory()
@@ -32,8 +32,8 @@ def upload(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
 
 
 class Download:
-    """Tensors on their way to the host: copies that queue like kernels. What is queued behind them
-    is not waited for."""
+    """Tensors being copied to the host. The copies are queued like kernels; waiting for them does
+    not wait for later work."""
 
     def __init__(self, *tensors: Tensor) -> None:
         self._host = [x.to("cpu", non_blocking=True) for x in tensors]  # pinned, from a GPU

@@ -1,8 +1,8 @@
-"""How a layer's pages are addressed: what its layout says once and for all, as tensors.
+"""How to address the token entries in a layer's pages: constants of the layout, as tensors.
 
-Shapes: G groups of the layer, R numbers of a row, P rows a page. A *kind* is the g groups whose
-pages are laid out alike (they differ in columns only), W words a row of it. *Packed* columns are
-the row's, reordered kind by kind, segment by segment, group by group.
+Shapes: G groups of the layer, R numbers of a token entry, P tokens per page. A *kind* is the g
+groups whose pages have the same layout (only their columns differ), with W words per token.
+*Packed* columns are the entry's columns, reordered by kind, then segment, then group.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ CHUNK = 8  # pages that `locate` keeps together: their keys or values fit a core
 
 @lru_cache
 def owner_of(groups: tuple[Group, ...]) -> tuple[int, ...]:
-    """Group number of every KV head."""
+    """The group of every KV head."""
     owner = {head: number for number, group in enumerate(groups) for head in group.heads}
     return tuple(owner[head] for head in sorted(owner))
 
@@ -152,7 +152,7 @@ class Plan:
 # A pure function of what never changes, remembered because every layer asks for it in every step.
 @lru_cache(maxsize=4096)
 def plan_pages(groups: tuple[Group, ...], device: torch.device) -> Plan:
-    """The plan of one layer's groups, which agree in all but their segments."""
+    """Make the plan of one layer's groups, which may differ in their segments only."""
     layout = groups[0].layout
     for name in ("page", "itemsize", "tracked"):
         values = {getattr(group.layout, name) for group in groups}

@@ -1,8 +1,8 @@
-"""A layer's pages as CPU kernels read them: tables of integers, made once.
+"""Tables of integers that describe a layer's pages to the CPU kernels.
 
 Shapes: G groups of the layer, H query heads that read a group, the most of all. A *part* is the
-keys or the values of one latent in its group, of segments as in `spec.layout`. Rows are decoded to
-*columns* of fp32, where every segment begins at a multiple of 16.
+keys or the values of one latent in its group, with its segments as in `spec.layout`. Token entries
+are decoded to *columns* of fp32, where every segment begins at a multiple of 16.
 """
 
 from collections.abc import Iterator, Sequence
@@ -66,8 +66,8 @@ def unsupported_reason(spec: LayerSpec, groups: Sequence[Group]) -> str | None:
 
 
 def plan_parts(spec: LayerSpec, groups: Sequence[Group], queries: int, dtype: torch.dtype) -> Parts:
-    """The plan of a layer's groups. queries: query heads of a KV head; dtype: of numbers that are
-    not quantised."""
+    """Make the tables of a layer's groups. queries: query heads per KV head; dtype: of unquantised
+    numbers."""
     floats = {2: BFLOAT if dtype is torch.bfloat16 else HALF, 4: SINGLE}
     segments: list[list[int]] = []
     parts: list[list[int]] = []
@@ -132,6 +132,7 @@ def _segment(layout: PageLayout, index: int, floats: dict[int, int]) -> list[int
 
 
 def scale_table(size: int) -> Floats:
-    """The numbers of scales of a byte, float8_e4m3fn, by their bits; empty for those of two."""
+    """All 256 float8_e4m3fn numbers, indexed by their bits, for scales of 1 byte; empty for 2
+    bytes."""
     codes = torch.arange(256 if size == 1 else 0, dtype=torch.uint8)
     return codes.view(torch.float8_e4m3fn).float().numpy()

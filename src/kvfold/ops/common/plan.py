@@ -1,8 +1,9 @@
-"""How a decode step's work is cut into equal slices. Plain PyTorch, also inside a CUDA graph.
+"""Split a decode step's work into slices of equal cost. Plain PyTorch, also inside a CUDA graph.
 
-Shapes: L layers (or any leading dimensions), I items, S slices. An *item* is one (sequence, group):
-`tiles` tiles of equally many rows. A slice takes consecutive tiles of consecutive items, so an item
-may be split between slices and a slice may hold many items (stream-K, Osama et al. 2023, weighted).
+Shapes: L layers (or any leading dimensions), I items, S slices. An *item* is one (sequence, group)
+with `tiles` tiles of equally many tokens. A slice takes consecutive tiles of consecutive items, so
+an item may be split between slices and a slice may hold many items (stream-K, Osama et al. 2023,
+weighted).
 """
 
 import heapq
@@ -39,11 +40,11 @@ class Slices:
 def stream_k(
     tiles: Tensor, cost: Tensor, overhead: int, num_slices: int, smallest: int = 1
 ) -> Slices:
-    """Slices of equal cost, to within a tile; fewer, the last ones empty, where there are not as
-    many tiles.
+    """Split items into slices of equal cost, to within a tile. With too few tiles, the last slices
+    are empty.
 
-    tiles int [..., I]; cost int [I] or [..., I] of a tile; overhead: cost of beginning an item;
-    smallest: tiles of a slice. No host sync; costs add up to less than 2^63 / S.
+    tiles int [..., I]; cost int [I] or [..., I] per tile; overhead: cost of starting an item;
+    smallest: least tiles per slice. No host sync; costs must add up to less than 2^63 / S.
     """
     tiles, cost = tiles.long(), cost.long()
     work = tiles * cost + overhead * (tiles > 0)
@@ -64,9 +65,10 @@ def stream_k(
 
 
 def longest_first(tiles: Sequence[int], cost: Sequence[int], num_slices: int) -> Slices:
-    """ZACK §5.3: whole items, the longest first, each to the slice with least work. On the host.
+    """Assign whole items to slices, the longest first, each to the least loaded slice (ZACK §5.3).
+    On the host.
 
-    It never splits an item; kept as what `stream_k` is measured against.
+    It never splits an item. Kept as a baseline for `stream_k`.
     """
     work = [n * c for n, c in zip(tiles, cost, strict=True)]
     heap = [(0, s) for s in range(num_slices)]
@@ -106,20 +108,21 @@ def columns_of(lengths: Tensor, num_layers: int, layers: Sequence[int]) -> Tenso
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up. Triton's takes microseconds, at every launch of every layer."""
+    """Return a / b, rounded up. Triton's `cdiv` takes microseconds, at every launch of every
+    layer."""
     return -(-a // b)
 
 
 def power_of_two(n: int) -> int:
-    """The least power of two that is not below n."""
+    """The smallest power of two that is at least n."""
     return 1 << max(0, n - 1).bit_length()
 
 
 def padded_queries(queries: int) -> int:
-    """Columns of a matrix product that a KV head's queries take: a power of two, 8 or more."""
+    """Columns that a KV head's queries take in a matrix product: a power of two, at least 8."""
     return max(8, power_of_two(queries))
 
 
 def padded_width(width: int) -> int:
-    """Numbers of a tile that hold a row of `width`: a power of two, 16 or more."""
+    """Width of a tile that holds vectors of `width` numbers: a power of two, at least 16."""
     return max(16, power_of_two(width))

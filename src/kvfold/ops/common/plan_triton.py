@@ -1,4 +1,5 @@
-"""How a decode step's work is cut into equal slices, all layers in one launch: `plan.stream_k`.
+"""Split a decode step's work into slices of equal cost, for all layers in one launch:
+`plan.stream_k` in Triton.
 
 Shapes: L layers of G groups, B sequences, I = B * G items, S slices.
 """

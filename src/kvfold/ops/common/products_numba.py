@@ -1,5 +1,5 @@
-"""Products of rows in memory for Numba's kernels: each row is read once, for several vectors at a
-time."""
+"""Products of queries or weights with vectors in memory, for Numba kernels; each vector is read
+once for several queries."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from kvfold.ops.common.codes_numba import kernel
 
 @kernel(fast=True)
 def dot(q, row):
-    """q . row, of the length of q."""
+    """Dot product of q and the first len(q) numbers of row."""
     total = np.float32(0)
     for i in range(len(q)):
         total += q[i] * row[i]
@@ -73,7 +73,7 @@ def mix(weights, rows, width, count, total):
 
 @kernel(fast=True)
 def power_of_2(x):
-    """2^x of x <= 0 to within fp32's rounding, by what can be vectorised."""
+    """2^x for x <= 0, to within fp32's rounding, in operations that LLVM can vectorise."""
     x = np.float32(-126) if x < np.float32(-126) else x
     whole = np.rint(x)
     y = (x - whole) * np.float32(0.6931471805599453)

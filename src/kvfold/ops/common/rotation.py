@@ -1,4 +1,4 @@
-"""The orthogonal rotation that spreads outliers over a latent before it is quantised.
+"""Orthogonal rotations that spread outliers over a latent before it is quantised.
 
 Shapes: n numbers of a latent that are quantised together.
 """

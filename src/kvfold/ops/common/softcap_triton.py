@@ -9,5 +9,6 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def softcapped(s, cap):
-    """cap * tanh(score / cap) of scaled scores s, fp32, where both are in log2 but the cap."""
+    """Return cap * tanh(score / cap) of scaled scores s, fp32. Scores and result are in log2; the
+    cap is not."""
     return cap * LOG2_E * (1 - 2 / (1 + tl.exp2(s * (2 / cap))))

@@ -1,4 +1,4 @@
-"""Kernels of which a step changes how many sequences there are, and where their tables begin."""
+"""Compile kernels of a decode step once, for any number of sequences and any table addresses."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,8 @@ TABLES = (
 
 
 def step_kernel(function: Callable[..., Any]) -> Any:
-    """As `triton.jit`, compiled once: Triton asks of every number whether it is 1 or 16 divides it,
-    and of every pointer whether it is aligned, so that steps with other sequences would wait for a
-    compiler. What is listed here is read number by number anyway."""
+    """Like `triton.jit`, but compiled once. Triton specialises on whether a number is 1 or
+    divisible by 16 and on whether a pointer is aligned, so that a step with other sequences would
+    wait for the compiler. The arguments listed here gain nothing from that: they are read one
+    number at a time."""
     return triton.jit(function, do_not_specialize=SIZES, do_not_specialize_on_alignment=TABLES)

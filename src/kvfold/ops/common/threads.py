@@ -1,4 +1,4 @@
-"""Work that is cut among threads, for kernels that give the GIL away."""
+"""Split work among threads, for kernels that release the GIL."""
 
 import ctypes
 import os
@@ -14,7 +14,7 @@ _BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 def share(work: Callable[[int, int], object], count: int) -> None:
-    """work(begin, end) of parts of 0..count, one by each of as many threads as PyTorch has."""
+    """Call work(begin, end) on parts of 0..count, one part per PyTorch thread."""
     number = max(1, min(torch.get_num_threads(), count))
     parts = list(pairwise(count * i // number for i in range(number + 1)))
     if number == 1:
@@ -28,8 +28,8 @@ def share(work: Callable[[int, int], object], count: int) -> None:
 def _in_team(
     openmp: ctypes.CDLL, work: Callable[[int, int], object], parts: list[tuple[int, int]]
 ) -> None:
-    """By PyTorch's own threads, which spin for milliseconds after its operations: others would get
-    half of a core meanwhile."""
+    """Run in PyTorch's own OpenMP threads. They spin for milliseconds after its operations, so that
+    other threads would get half of a core meanwhile."""
     errors: list[BaseException] = []
     left = iter(parts)
 
@@ -47,7 +47,7 @@ def _in_team(
 
 @lru_cache
 def _openmp() -> ctypes.CDLL | None:
-    """The OpenMP that PyTorch loaded, where it has GCC's entry points."""
+    """The OpenMP library that PyTorch loaded, if it has GCC's entry points."""
     loaded = ctypes.CDLL(None) if os.name == "posix" else None
     return loaded if hasattr(loaded, "GOMP_parallel") else None
 

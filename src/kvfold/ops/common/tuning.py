@@ -1,4 +1,4 @@
-"""How kernels are cut, from tables of what was measured. Nothing is tried out at run time."""
+"""Tuning parameters of kernels, from tables of measurements. Nothing is tuned at run time."""
 
 import json
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """How a kernel is cut: rows a tile, tiles in flight, warps, slices a multiprocessor, and most
-    registers a thread."""
+    """Tuning of a kernel: tokens per tile, pipeline stages, warps, slices per multiprocessor, and
+    the limit of registers per thread."""
 
     block: int = 32
     stages: int = 3
@@ -19,6 +19,6 @@ class Tuning:
 
 
 def load(file: Path) -> list[tuple[dict[str, Any], Tuning]]:
-    """Every entry of a table: what it holds for, and the fastest cut."""
+    """Read a table: for each entry, the shapes it applies to and the fastest tuning."""
     entries = json.loads(file.read_text("utf-8"))["entries"]
     return [(x, Tuning(**x["tuning"])) for x in entries]

@@ -1,10 +1,11 @@
-"""Values under given weights: the second pass of attention in two. Triton kernels.
+"""Weighted sums of values: the second pass of two-pass decode attention. Triton kernels.
 
-The first pass leaves weights exp2(s - top) of every row, and the top of every SPAN rows beside
-them; how it makes them, and of which keys, is no matter here. Programs take pieces of value latents
-(see `pieces.value_pieces`), whose query heads are the columns of their products.
-Shapes: B sequences, G groups of a layer, V pieces of values, Hq query heads, NQ of a group, N of a
-value latent, padded to GP; I = B * V items, S slices of them (see `plan`).
+The first pass, for any kind of keys, leaves the weight exp2(s - top) of every token and the maximum
+score `top` of every SPAN tokens. Programs take tiles of value latents (see `pieces.value_pieces`);
+the query heads of a latent are the columns of the matrix products.
+
+Shapes: B sequences, G groups of a layer, V value tiles, Hq query heads, NQ of a group, N of a value
+latent, padded to GP; I = B * V items, S slices of them (see `plan`).
 """
 # mypy: allow-untyped-defs, disable-error-code=assignment
 
@@ -111,7 +112,7 @@ def _piece(
     SCALE: tl.constexpr, PAGE: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
     SPAN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Tiles `tile` to `stop` of one item."""
+    """Process tiles `tile` to `stop` of one item."""
     C: tl.constexpr = 16 // BITS
     ONE_PAGE: tl.constexpr = PAGE % BLOCK == 0
     n, row, word = tl.arange(0, GP), tl.arange(0, BLOCK), tl.arange(0, WV)

@@ -1,4 +1,5 @@
-"""What the first pass of attention in two leaves: weights and tops. Triton functions."""
+"""Store the attention weights and maxima that the first of two decode passes leaves for the second.
+Triton functions."""
 # mypy: allow-untyped-defs
 
 import triton
@@ -10,8 +11,8 @@ def store_weights(
     s, weights, tops, to, there, rows, BLOCK: tl.constexpr, NP: tl.constexpr, NQ: tl.constexpr,
     SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Weights and tops of a tile's scores s [BLOCK, NP], in log2, of which `rows` rows are there.
-    to [NP]: columns of the tile's first span."""
+    """Store the weights and maxima of a tile's scores s [BLOCK, NP] (log2), of which `rows` tokens
+    exist. to [NP]: columns of the tile's first span."""
     SPANS: tl.constexpr = BLOCK // SPAN
     s = tl.reshape(s, [SPANS, SPAN, NP])
     top = tl.maximum(tl.max(s, 1), -1e30)  # of rows that exist, if any

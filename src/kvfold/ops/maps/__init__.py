@@ -1,5 +1,7 @@
-"""The maps around attention over a compressed cache: a step's queries, keys and values become
-queries in score space and cache entries, and what attention adds up becomes the model's outputs.
+"""The linear maps around attention over a compressed cache, for the tokens of one step.
+
+Before attention, queries, keys and values become queries in score space and cache entries; after
+it, the weighted sums of values become the model's outputs.
 
 Shapes: N tokens; Hq / Hk query / KV heads, G = Hq / Hk; d, dv head dims of keys and values; n value
 latents, each of h adjacent heads; r, s widest rank of keys and values; R numbers of a cache entry;

@@ -1,4 +1,4 @@
-"""Maps around attention in plain PyTorch. Shapes as in `ops.maps`."""
+"""The maps around attention in plain PyTorch. Shapes as in `ops.maps`."""
 
 import torch
 from torch import Tensor

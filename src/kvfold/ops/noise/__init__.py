@@ -1,7 +1,8 @@
-"""Random numbers that depend on what they are for and nothing else: there is no state that another
-request, a retry or pre-emption could move.
+"""Gumbel noise for sampling that depends only on the request's key and the token.
 
-Shapes: r rows, m tokens of each that may be drawn.
+There is no generator state, so other requests, retries and pre-emption do not change it.
+
+Shapes: r rows of logits, m candidate tokens of each.
 """
 
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Noise on the device, in one pass over the values. Triton.
+"""Gumbel noise on the device, in one pass over the values. Triton.
 
 Shapes as in `ops.noise`. A program handles BLOCK tokens of a row.
 """

@@ -1,4 +1,5 @@
-"""Eviction metrics from queries that were kept, gathering all rows. Shapes as in `observe`."""
+"""Update eviction metrics from recent queries, gathering all token entries. Shapes as in
+`observe`."""
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ def observe(
     q: Tensor, lse: Tensor, positions: Tensor, pages: LayerPages, slots: Tensor, scale: float,
     *, power: int, exclude: int = 0,
 ) -> None:  # fmt: skip
-    """As `ops.observe.observe`."""
+    """Like `ops.observe.observe`."""
     stored = gather(pages, slots, pages.lengths[slots], q.dtype)
     rows, queries = stored.rows, q.shape[1] // len(pages.groups)
     last = torch.where(positions < 0, -1, positions - exclude)

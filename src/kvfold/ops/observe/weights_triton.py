@@ -1,7 +1,7 @@
 """Update eviction metrics from the weights that two-pass decoding left in its workspace. Triton.
 
-No key is read again: the kernel needs a token's weight, the maximum of its span and the log-sum-exp
-    of the query.
+No key is read again. The kernel needs a token's weight, the maximum of its span and the query's
+log-sum-exp.
 
 Shapes: B sequences, G groups of a layer, NQ query heads per group, padded to NP; a tile is SPANS
 spans of SPAN tokens.

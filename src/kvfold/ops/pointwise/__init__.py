@@ -1,5 +1,6 @@
-"""What lies between a layer's products, for steps of few tokens: norms, RoPE and small maps.
+"""The small operations between a layer's matrix products, for few tokens: norms, RoPE and small
+maps.
 
-In PyTorch each is several operations, whose calls take longer than their work where tokens are few.
-`numba` has them for CPUs; on GPUs they are compiled from PyTorch (see `models.pointwise`).
+In PyTorch each of them takes several calls, which cost more than the work itself if tokens are few.
+`numba` implements them for CPUs; on GPUs they are compiled from PyTorch (see `models.pointwise`).
 """

@@ -14,7 +14,7 @@ from kvfold.ops.common.products_numba import mix
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [.., D] over its root mean square, times weight [D]."""
+    """Divide x [.., D] by its root mean square and multiply it by weight [D]."""
     rows = x.detach().reshape(-1, x.shape[-1]).contiguous().numpy()
     out = np.empty_like(rows)
     _rms_norm(rows, weight.detach().numpy(), eps, out)
@@ -22,7 +22,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def queries(q: Tensor, tables: Tables | None, up: Tensor) -> Tensor:
-    """q [1, T, Hq, d], turned by cos, sin [1, T, w], by up [Hk, d, r]: [1, Hq, T, r]."""
+    """Rotate q [1, T, Hq, d] by cos, sin [1, T, w] and multiply it by up [Hk, d, r]: [1, Hq, T,
+    r]."""
     x, maps = q[0].detach().contiguous().numpy(), up.detach().contiguous().numpy()
     out = np.zeros((x.shape[1], len(x), maps.shape[-1]), dtype=np.float32)
     _queries(x, *_angles(tables, len(x)), maps, out)
@@ -30,7 +31,7 @@ def queries(q: Tensor, tables: Tables | None, up: Tensor) -> Tensor:
 
 
 def keys(k: Tensor, tables: Tables | None, down: Tensor) -> Tensor:
-    """k [1, T, Hk, d], turned, by down [n, c, r]: [1, T, n, r]."""
+    """Rotate k [1, T, Hk, d] and multiply it by down [n, c, r]: [1, T, n, r]."""
     x, maps = k[0].detach().contiguous().numpy(), down.detach().contiguous().numpy()
     out = np.empty((len(x), len(maps), maps.shape[-1]), dtype=np.float32)
     _keys(x, *_angles(tables, len(x)), maps, out)
@@ -38,7 +39,7 @@ def keys(k: Tensor, tables: Tables | None, down: Tensor) -> Tensor:
 
 
 def _angles(tables: Tables | None, tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """cos, sin [T, w]; w is 0 where nothing turns."""
+    """cos, sin [T, w]; w is 0 without RoPE."""
     if tables is None:
         none = np.empty((tokens, 0), dtype=np.float32)
         return none, none
@@ -60,7 +61,7 @@ def _rms_norm(x, weight, eps, out):
 
 @kernel(fast=True)
 def turn(x, cos, sin, out):
-    """x [d] turned by the angles of its first numbers [w], in pairs (i, i + w / 2)."""
+    """Rotate x [d] by the angles of its first w numbers, in pairs (i, i + w / 2)."""
     width = len(cos)
     half = width // 2
     for i in range(half):

@@ -1,4 +1,4 @@
-"""How a chunk's attention is cut into kernels and their programs. Plain PyTorch.
+"""Plan a chunk's attention: which kernel variants run, and on which tiles. Plain PyTorch.
 
 Shapes as in `prefill`; U units of one class. A *unit* is a KV head's keys with up to 256 columns of
 its values; a *class* is the padded widths, DK + EK and DV, of both.
@@ -25,8 +25,8 @@ Widths = tuple[int, int, int]  # DK, EK, DV
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """How the kernel is cut: (query, head) pairs and rows of a tile, warps, tiles in flight, most
-    registers a thread."""
+    """Tuning of the kernel: (query, head) pairs and tokens of a tile, warps, pipeline stages,
+    register limit."""
 
     pairs: int = 128
     rows: int = 64
@@ -118,7 +118,7 @@ def classes_of(
     owner: tuple[int, ...],
     device: torch.device,
 ) -> tuple[Class, ...]:
-    """All units by class, the widest class first. A unit's columns: see `prefill_kernel`."""
+    """Group all units by class, the widest class first. A unit's columns: see `prefill_kernel`."""
     by_widths: dict[Widths, list[list[int]]] = {}
     heads = zip(key_starts, key_ranks, value_starts, value_ranks, owner, strict=True)
     for head, (key, k_rank, value, v_rank, group) in enumerate(heads):
@@ -164,5 +164,5 @@ def ends_of_tiles(positions: Tensor, counts: Tensor, rows: int) -> tuple[Tensor,
 
 
 def any_of_tile(counted: Tensor, rows: int) -> Tensor:
-    """Whether a tile of `rows` rows has some that are not 0: int8 [B, G, S] -> [B, G, tiles]."""
+    """Whether a tile of `rows` tokens has a nonzero entry: int8 [B, G, S] -> [B, G, tiles]."""
     return F.pad(counted, (0, -counted.shape[-1] % rows)).unflatten(-1, (-1, rows)).amax(-1)

@@ -1,4 +1,4 @@
-"""Rows of a prompt's chunk, and which of them a query sees. Shapes as in `prefill`."""
+"""Keys and values of a prefill chunk, and which of them a query sees. Shapes as in `prefill`."""
 
 from dataclasses import dataclass
 
@@ -27,11 +27,11 @@ class KVView:
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """The rows that queries see: s of head h, where s < counts[b, owner[h]] and query - window <
+    """Which tokens queries see: token s of head h, if s < counts[b, owner[h]] and query - window <
     position <= query.
 
-    counts int [B, G]: rows of every group; owner: group of every KV head; positions int32
-    [B, G, S] of the rows, or None: their index; queries int [B, T]: positions, ascending; window:
+    counts int [B, G]: tokens stored per group; owner: group of every KV head; positions int32
+    [B, G, S] of the tokens, or None: their index; queries int [B, T]: positions, ascending; window:
     sliding window.
     """
 

@@ -1,7 +1,8 @@
-"""The most that rows are worth to any query of a chunk: Triton kernel and its launches.
+"""The largest attention weight of every token over a chunk's queries: Triton kernel and its
+launches.
 
 Shapes as in `prefill`, units and classes as in `prefill.plan`; N = Hq / Hk query heads of a KV
-head; BM queries of a tile, all of one head; BN rows of a tile.
+head; BM queries of a tile, all of one head; BN tokens of a tile.
 """
 # mypy: allow-untyped-defs
 
@@ -25,7 +26,7 @@ INTEGERS = ("q_b", "q_h", "q_t", "k_b", "k_s", "c_b", "c_g", "B", "U", "T", "H",
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """How the kernel is cut: rows and queries of a tile, warps, tiles in flight."""
+    """Tuning of the kernel: tokens and queries of a tile, warps, pipeline stages."""
 
     rows: int = 128
     queries: int = 64

@@ -1,4 +1,4 @@
-"""Sinks beside scores, in plain PyTorch. Shapes as in `ops.sinks`."""
+"""Correct attention outputs for attention sinks, in plain PyTorch. Shapes as in `ops.sinks`."""
 
 import torch
 from torch import Tensor
@@ -7,6 +7,6 @@ from kvfold.ops.common.attention import LOG2_E
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """As `ops.sinks.with_sinks`."""
+    """Like `ops.sinks.with_sinks`."""
     total = torch.logaddexp2(lse, (sinks * LOG2_E)[:, None])
     return out.mul_((lse - total).exp2_()[..., None]), total

@@ -1,4 +1,4 @@
-"""Rows in and out of pages: the public functions, and who serves them.
+"""Write token entries into pages, and read, move and rewrite them there.
 
 Shapes: S slots (sequences at once), G groups, R numbers of a row, P rows a page; N new tokens, B
 sequences, T rows read, M rows moved. Offsets in `tables` are int32 counts of 64 bytes. `lengths`

@@ -1,4 +1,4 @@
-"""The kernels of `store.triton`: tiles of rows between a layer's row and its pages.
+"""The kernels of `store.triton`: copy tiles of token entries between tensors and pages.
 
 Names in capitals are known when a kernel is compiled: FORMS, (bits, bits of the low and of the high
 plane, Gaussian step, bytes that divide offsets, numbers that divide columns) of every bit width of

@@ -1,4 +1,4 @@
-"""Rows of one layer into its pages. Numba kernels, for CPUs; the rest is the reference's.
+"""Write the token entries of one layer on CPUs: Numba kernels. Reading uses the reference.
 
 Shapes and arguments as in `store`; D pieces of columns, the segments (see `segments`).
 """

@@ -1,4 +1,4 @@
-"""Rows of one layer into and out of its pages. Reference implementation, plain PyTorch.
+"""Write and read the token entries of one layer. Reference implementation, plain PyTorch.
 
 Shapes as in `store`; g groups of a kind, W words of its rows (see `common.pages`), n pages of the
 longest group. Addresses are int64.

@@ -1,4 +1,4 @@
-"""Tails: a sequence's last rows in 16 bits, earlier ones packed R at a time. In PyTorch.
+"""Keep a sequence's last tokens in 16 bits and quantise earlier ones R at a time. PyTorch.
 
 Shapes: S slots, G groups of the layer, C numbers of a row, P rows a page, R rows of the tail (whole
 pages), n pages of the longest sequence; N new tokens, M tails that are full, B sequences, T rows

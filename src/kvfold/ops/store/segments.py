@@ -1,4 +1,4 @@
-"""A layer as the page store's kernels know it: a row of numbers per (group, piece of columns).
+"""Tables that describe a layer's pages to the store's kernels: a line per (group, tile of columns).
 
 Shapes: G groups of the layer, D pieces: a group's segments, each cut into at most `limit` numbers,
 or one empty piece where a group stores none; K blocks of a page that `move` copies. Sizes are
@@ -25,7 +25,7 @@ NARROWEST = 16  # numbers that a tile's row is padded to, at least
 
 @lru_cache(maxsize=4096)
 def unserved(groups: tuple[Group, ...]) -> str | None:
-    """Why the kernels do not serve such pages; None where they do."""
+    """Why the kernels do not serve these pages, or None."""
     if any(group.layout.residual for group in groups):
         return "rows wait unquantised in a tail"
     formats = {x.format for group in groups for x in group.layout.segments}
@@ -126,7 +126,7 @@ def plan_pieces(groups: tuple[Group, ...], limit: int, device: torch.device) -> 
 
 @lru_cache(maxsize=4096)
 def plan_blocks(groups: tuple[Group, ...], device: torch.device) -> Blocks:
-    """The blocks of one layer's groups."""
+    """Make the table of the blocks of one layer's groups."""
     layouts = [group.layout for group in groups]
     rows = [[(offset, size // x.page) for offset, size in x.blocks.of_rows] for x in layouts]
     word = gcd(8, *(size for row in rows for _, size in row))

@@ -1,4 +1,4 @@
-"""Rows of one layer into and out of its pages. Triton kernels, one launch a call.
+"""Write and read the token entries of one layer. Triton kernels, one launch per call.
 
 Shapes and arguments as in `store`, whose functions these are; D pieces of columns (see
 `segments`). A program handles a tile of rows and all numbers of one piece, padded to a power of 2.
