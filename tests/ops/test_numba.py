@@ -158,7 +158,7 @@ def test_what_is_not_read() -> None:
     apart = one_layer(
         [Latent(side=x, heads=h, rank=8) for x, h in (("k", (0, 2)), ("k", (1,)), ("v", (0, 1, 2)))]
     )
-    assert "do not follow" in (unsupported_reason(apart.spec.layers[0], apart.groups) or "")
+    assert "not adjacent" in (unsupported_reason(apart.spec.layers[0], apart.groups) or "")
 
 
 # -- the store ----------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ def unsupported_reason(spec: LayerSpec, groups: Sequence[Group]) -> str | None:
         for latent in _latents(spec, group):
             indices = [group.heads.index(head) for head in latent.heads]
             if indices != list(range(indices[0], indices[0] + len(indices))):
-                return "a latent of heads that do not follow one another"
+                return "a latent of heads that are not adjacent"
     return None
 
 

@@ -92,9 +92,9 @@ def unread(op: str, groups: Sequence[Group], *, joint: bool = False) -> str | No
     for layout in {group.layout: None for group in groups}:
         for x in layout.segments:
             if x.side == "kv" and not joint:
-                return "keys and values in one latent: the kernels read either by itself"
+                return "keys and values share a latent: the kernels read them from separate latents"
             if x.per_channel or op not in x.format.kernels:
-                return f"format {x.format.name}, of which the kernels read no pieces"
+                return f"format {x.format.name}: the kernels do not read it"
             if x.bits not in (16, *CODES):
                 return f"numbers in {x.bits} bits: the kernels read 16, 8, 4 and 2"
             if x.bits == 16 and layout.itemsize != 2:
@@ -104,20 +104,20 @@ def unread(op: str, groups: Sequence[Group], *, joint: bool = False) -> str | No
     for side in ("k", "v"):
         bits = {x.bits for group in groups for x in group.layout.segments if side in x.side}
         if 16 in bits and len(bits) > 1:
-            return "16 bits beside codes: the kernels read codes, or 16 bits"
+            return "16-bit numbers beside codes: the kernels read all codes or all 16 bits"
         for group in groups:
             if any(len({y.bits for y in x}) < len(x) for x in latents_of(group, side)):
-                return "several scales for numbers of as many bits: the kernels read one"
+                return "several scales for one bit width of a latent: the kernels read one"
     if len({group.layout.has_zero_points for group in groups if group.layout.scales_per_row}) > 1:
-        return "zeros in some groups: the kernels read them in all or in none"
+        return "zero points in some groups only: the kernels read them in all or in none"
     heads_per_group = len(groups[0].heads)
     firsts = range(0, heads_per_group * len(groups), heads_per_group)
     expected = [tuple(range(first, first + heads_per_group)) for first in firsts]
     if [group.heads for group in groups] != expected:
-        return "groups of unequal or scattered heads: the kernels read as many in a row of each"
+        return "groups of unequal or scattered heads: the kernels need equally many adjacent heads"
     served = [latent[0].heads for group in groups for latent in latents_of(group, "v")]
     if not alike(served):
-        return "value latents of unequal or scattered heads: the kernels read as many of each"
+        return "value latents of unequal or scattered heads: the kernels need as many adjacent ones"
     return None
 
 

@@ -163,15 +163,15 @@ def _piece(
         if BITS < 16:
             acc = acc / (2 * factor(BITS, J)) + floor[None, :]
         outputs = outputs + (acc,)
-    maxima = _in_turn(outputs, C, WV, GP)
+    result = _in_turn(outputs, C, WV, GP)
     column = word[:, None, None] * C + tl.arange(0, C)[None, None, :]
     if whole:
         in_range = (n < N)[None, :, None] & (column < width)
         to = out + (b * HQ + first_head) * DO + first_column
-        tl.store(to + (n[None, :, None] * DO + column), maxima * norm[None, :, None], in_range)
+        tl.store(to + (n[None, :, None] * DO + column), result * norm[None, :, None], in_range)
     else:
         piece = part + (slice + item).to(tl.int64) * GP * DV
-        tl.store(piece + (n[None, :, None] * DV + column), maxima)
+        tl.store(piece + (n[None, :, None] * DV + column), result)
     if whole:
         tl.store(lse + b * HQ + first_head + n, top + tl.log2(mass), (n < N) & (leads > 0))
     else:

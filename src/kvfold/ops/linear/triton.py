@@ -1,4 +1,4 @@
-"""Products of few tokens on Hopper, and what follows one of many. Shapes as in `ops.linear`.
+"""Linear layers for few tokens on Hopper, and the gate after larger ones. Shapes: see `ops.linear`.
 
 A decode step reads all weights once: cuBLAS does so at 2.5 to 4.1 of 4.6 TB/s, and cuts narrow
 products in parts which another launch adds. On an H200, Llama-3.1-8B's shape, us of a layer's four
@@ -66,8 +66,8 @@ def few_kernel(
     TOKENS: tl.constexpr, GATED: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Program i: COLUMNS outputs of all tokens, at most TOKENS. Weights are the left operand, whose
-    rows tensor cores have most of."""
+    """Program i: COLUMNS outputs of all tokens, at most TOKENS. Weights are the left operand, of
+    which tensor cores take the most rows."""
     after_launch(PDL)
     column, depth = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
     token = tl.arange(0, TOKENS)[None, :]
@@ -112,7 +112,7 @@ def gated(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def unserved(x: Tensor, weight: Tensor) -> str | None:
-    """Why `product` does not serve these; None where it does."""
+    """Why `product` does not serve these tensors, or None."""
     if x.dtype.itemsize != 2 or x.dtype != weight.dtype:
         return f"{x.dtype} by {weight.dtype}"
     if len(weight) % (2 * SEVERAL["COLUMNS"]) or weight.shape[1] % ONE["DEPTH"]:

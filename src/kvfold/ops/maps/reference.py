@@ -17,7 +17,7 @@ def pack_outputs(maps: OutputMaps) -> None:
 def score_space(
     maps: EntryMaps, query: Tensor, key: Tensor | None, value: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """As `ops.maps.score_space`."""
+    """Like `ops.maps.score_space`."""
     grouped = query.unflatten(1, (len(maps.key_up), -1))
     q = torch.einsum("nhgd,hdr->hgnr", grouped, maps.key_up).flatten(0, 1)
     if key is None or value is None:
@@ -37,7 +37,7 @@ def _parts(z: Tensor, ranks: tuple[int, ...]) -> list[Tensor]:
 
 
 def outputs(maps: OutputMaps, out: Tensor, into: Tensor | None = None) -> Tensor:
-    """As `ops.maps.outputs`."""
+    """Like `ops.maps.outputs`."""
     grouped = out.unflatten(1, (-1, maps.queries))
     mapped = torch.einsum("bhgts,hds->bhgtd", grouped, maps.value_up)
     return with_mean(maps, mapped.permute(0, 3, 1, 2, 4), into)

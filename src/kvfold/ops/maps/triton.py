@@ -194,7 +194,7 @@ def maps_kernel(
 def score_space(
     maps: EntryMaps, query: Tensor, key: Tensor | None, value: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """As `ops.maps.score_space`. Queries lie [N, Hq, r] in memory, as decoding takes them."""
+    """Like `ops.maps.score_space`. Queries lie [N, Hq, r] in memory, as decoding takes them."""
     inputs = [query] if key is None or value is None else [query, key, value]
     if not _serves(inputs):
         return reference.score_space(maps, query, key, value)
@@ -211,7 +211,7 @@ def score_space(
 
 
 def outputs(maps: OutputMaps, out: Tensor, into: Tensor | None = None) -> Tensor:
-    """As `ops.maps.outputs`."""
+    """Like `ops.maps.outputs`."""
     sequences, _, tokens, _ = out.shape
     x = out[:, :, 0] if tokens == 1 else out[0].transpose(0, 1)
     if (sequences > 1 and tokens > 1) or not _serves([x]):

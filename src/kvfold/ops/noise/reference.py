@@ -33,7 +33,7 @@ def gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
 
 
 def add_gumbel(values: Tensor, keys: Tensor, ids: Tensor | None = None) -> Tensor:
-    """As `ops.noise.add_gumbel`."""
+    """Like `ops.noise.add_gumbel`."""
     every = torch.arange(values.shape[-1], device=values.device)
     return values.add_(gumbel(keys, every if ids is None else ids))
 

@@ -16,7 +16,7 @@ BLOCK = 1024
 
 @triton.jit
 def splitmix(start, number):
-    """As `reference.splitmix`: uint64, which shifts to the right without its sign."""
+    """Like `reference.splitmix`: uint64, which shifts to the right without its sign."""
     bits = start.to(tl.uint64) + (number.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15
     bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9
     bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB
@@ -25,7 +25,7 @@ def splitmix(start, number):
 
 @triton.jit
 def gumbel_of(bits):
-    """As `reference.gumbel_of`, to within rounding.
+    """Like `reference.gumbel_of`, to within rounding.
 
     log1p(-w) is log(u), u = 1 - w as rounded, and what was rounded off, of which the second order
     is less than fp32 has digits: Triton's own log1p is not interpreted.
@@ -47,7 +47,7 @@ def gumbel_kernel(values, keys, ids, num_tokens, BLOCK: tl.constexpr):
 
 
 def add_gumbel(values: Tensor, keys: Tensor, ids: Tensor | None = None) -> Tensor:
-    """As `ops.noise.add_gumbel`."""
+    """Like `ops.noise.add_gumbel`."""
     assert values.dtype is float32 and values.is_contiguous(), "values are fp32, row behind row"
     assert keys.shape == values.shape[:1] and keys.dtype is int64, "a key a row"
     assert ids is None or (ids.shape == values.shape and ids.dtype is int64), "an id a value"

@@ -1,4 +1,4 @@
-"""Eviction metrics on the device: stored keys are read once, with all kept queries. Triton.
+"""Update eviction metrics from recent queries, reading stored keys once for all of them. Triton.
 
 Shapes: B sequences, G groups (KV heads) of a layer, N query heads of each, W queries of a head, so
 that a group has C = N * W columns, QB of them at a time; DK the layer's widest key, rounded up.
@@ -159,7 +159,7 @@ def observe(
     q: Tensor, lse: Tensor, positions: Tensor, pages: LayerPages, slots: Tensor, scale: float,
     *, power: int, exclude: int = 0,
 ) -> None:  # fmt: skip
-    """As `ops.observe.observe`. The launch depends on shapes alone: never waits for the device."""
+    """Like `ops.observe.observe`. The launch depends on shapes alone and never waits."""
     arena, tables, lengths, _ = pages
     num_groups, num_kept = len(pages.groups), q.shape[2]
     queries = q.shape[1] // num_groups

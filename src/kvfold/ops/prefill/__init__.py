@@ -51,12 +51,12 @@ def peaks(
     q: Tensor, keys: KVView, bias: Tensor, counted: Tensor, owner: tuple[int, ...], scale: float,
     of_rows: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """What rows are worth at most to any query of any of a KV head's query heads: the largest
-    exp2(q k^T * scale * log2 e + bias), times of_rows; fp32 [B, Hk, S].
+    """The largest weight of every token for any query of any query head of a KV head: max exp2(q
+    k^T * scale * log2 e + bias), times of_rows; fp32 [B, Hk, S].
 
-    q [B, Hq, T, dk] as of `prefill`; bias fp32 [B, Hq, T]: -lse of a softmax, for its largest
-    weights; counted bool [B, G, S]: rows that all queries see, 0 elsewhere; owner: group of every
-    KV head; of_rows fp32 [B, Hq, S].
+    q [B, Hq, T, dk] as in `prefill`; bias fp32 [B, Hq, T]: -lse of a softmax, to get its largest
+    weights; counted bool [B, G, S]: tokens that all queries see, the result is 0 for the others;
+    owner: group of every KV head; of_rows fp32 [B, Hq, S].
     """
     dtypes = frozenset((q.dtype, keys.data.dtype))
     module = PEAKS.choose(q.device.type, dtypes, keys.ranks, (0,)).module

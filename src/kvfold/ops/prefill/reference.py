@@ -10,7 +10,7 @@ from kvfold.ops.prefill.rows import KVView, Seen
 def prefill(
     q: Tensor, keys: KVView, values: KVView, seen: Seen, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As `ops.prefill.prefill`, in fp32 (fp64 for fp64 queries)."""
+    """Like `ops.prefill.prefill`, in fp32 (fp64 for fp64 queries)."""
     there = torch.ones(1, len(seen.counts[0]), 1, dtype=torch.bool, device=q.device)
     return prefill_among(q, keys, values, seen, scale, there, softcap)[:2]
 
@@ -19,7 +19,7 @@ def prefill_among(
     q: Tensor, keys: KVView, values: KVView, seen: Seen, scale: float, among: Tensor,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """As `ops.prefill.prefill_among`, in fp32 (fp64 for fp64 queries)."""
+    """Like `ops.prefill.prefill_among`, in fp32 (fp64 for fp64 queries)."""
     group, dtype = q.shape[1] // len(seen.owner), torch.promote_types(q.dtype, torch.float32)
     out = q.new_zeros(*q.shape[:3], max(values.ranks))
     lse, lse_among = torch.empty(2, *q.shape[:3], dtype=torch.float32, device=q.device)
@@ -44,7 +44,7 @@ def peaks(
     q: Tensor, keys: KVView, bias: Tensor, counted: Tensor, owner: tuple[int, ...], scale: float,
     of_rows: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """As `ops.prefill.peaks`, in fp32 (fp64 for fp64 queries)."""
+    """Like `ops.prefill.peaks`, in fp32 (fp64 for fp64 queries)."""
     heads, dtype = len(owner), torch.promote_types(q.dtype, torch.float32)
     out = torch.zeros(len(q), heads, keys.data.shape[1], dtype=torch.float32, device=q.device)
     group = q.shape[1] // heads

@@ -221,7 +221,7 @@ def prefill(
     q: Tensor, keys: KVView, values: KVView, seen: Seen, scale: float,
     softcap: float | None = None, *, cut: Callable[[Widths], Cut] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As `ops.prefill.prefill`: a launch for every class. cut: of every class, by default
+    """Like `ops.prefill.prefill`: a launch for every class. cut: of every class, by default
     `cut_for`."""
     return _prefill(q, keys, values, seen, scale, None, cut, softcap)[:2]
 
@@ -230,7 +230,7 @@ def prefill_among(
     q: Tensor, keys: KVView, values: KVView, seen: Seen, scale: float, among: Tensor,
     *, cut: Callable[[Widths], Cut] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """As `ops.prefill.prefill_among`."""
+    """Like `ops.prefill.prefill_among`."""
     assert seen.positions is not None and among.stride(-1) == 1, "rows have positions"
     return _prefill(q, keys, values, seen, scale, among, cut)
 

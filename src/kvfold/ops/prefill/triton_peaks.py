@@ -91,7 +91,7 @@ def peaks(
     q: Tensor, keys: KVView, bias: Tensor, counted: Tensor, owner: tuple[int, ...], scale: float,
     of_rows: Tensor | None = None, *, cut: Cut | None = None,
 ) -> Tensor:  # fmt: skip
-    """As `ops.prefill.peaks`: a launch for every class of keys."""
+    """Like `ops.prefill.peaks`: a launch for every class of keys."""
     assert q.stride(-1) == 1 and bias.shape == q.shape[:3] and counted.stride(-1) == 1
     (batch, heads, num_queries, _), rows = q.shape, keys.data.shape[1]
     group, none = heads // len(owner), (0,) * len(owner)

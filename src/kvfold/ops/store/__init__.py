@@ -87,17 +87,17 @@ def add_metrics(pages: LayerPages, slots: Tensor, values: Tensor, valid: Tensor)
 
 
 def set_metrics(pages: LayerPages, slots: Tensor, index: Tensor, values: Tensor) -> None:
-    """Give row index[i, g] of (slots[i], group g) the metric values[i, g]: int64 [N], int64 [N, G],
-    fp32 [N, G]. PyTorch on every device; never waits for it."""
+    """Set the metric of row index[i, g] of (slots[i], group g) to values[i, g]: slots int64 [N],
+    index int64 [N, G], values fp32 [N, G]. PyTorch on every device; never waits for it."""
     reference.set_metrics(pages, slots, index, values)
 
 
 def rewrite(pages: LayerPages, rows: Tensor, slots: Tensor, index: Tensor, keep: Tensor) -> None:
-    """Write rows over rows that are there, whose positions and metrics stay: row i of group g over
-    row index[i, g] of sequence slots[i], where keep bool [N, G] says so.
+    """Overwrite stored token entries; their positions and metrics stay. Entry i of group g goes to
+    row index[i, g] of sequence slots[i] if keep bool [N, G] is set.
 
-    rows [N, R], slots [N] and index [N, G] as of `append`. Not of formats per channel. PyTorch on
-    every device; waits for it once a kind.
+    rows [N, R], slots [N] and index [N, G] as in `append`. Not for per-channel formats. PyTorch on
+    every device; waits for it once per kind.
     """
     reference.rewrite(pages, rows, slots, index, keep)
 
@@ -105,7 +105,7 @@ def rewrite(pages: LayerPages, rows: Tensor, slots: Tensor, index: Tensor, keep:
 def read_tracked(
     pages: LayerPages, slots: Tensor, lengths: Tensor, size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(metrics fp32, positions int32, valid bool), each [B, G, T], of tracked rows.
+    """Read (metrics fp32, positions int32, valid bool), each [B, G, T], of tracked token entries.
 
     slots int64 [B]; lengths int [B, G]; size: T. 0 beyond a group's length.
     """
@@ -113,8 +113,8 @@ def read_tracked(
 
 
 def move(pages: LayerPages, slots: Tensor, group: Tensor, source: Tensor, target: Tensor) -> None:
-    """Copy row source[i] of (slots[i], group[i]) to row target[i] of the same: codes, scales,
-    position and metric. All int64 [M]; no row is the target of two, or both source and target."""
+    """Copy row source[i] of (slots[i], group[i]) to row target[i] there: codes, scales, position
+    and metric. All int64 [M]; no row may be the target of two copies, or both source and target."""
     _of(pages).move(pages, slots, group, source, target)
 
 

@@ -35,7 +35,7 @@ STEP = np.array([GAUSSIAN_STEP.get(bits, 0) for bits in range(9)], dtype=np.floa
 def append(
     pages: LayerPages, rows: Tensor, slots: Tensor, index: Tensor, positions: Tensor | None = None
 ) -> None:
-    """As `reference.append`, bytes included; where two scales are equally good to within fp32's
+    """Like `reference.append`, bytes included; where two scales are equally good to within fp32's
     rounding the choice may differ."""
     arena, tables, _, groups = pages
     layout, pieces = groups[0].layout, plan_pieces(groups, WHOLE, arena.device)
@@ -101,7 +101,7 @@ def stored(step, bits, fp8):
 
 @kernel()
 def symmetric(x, bits, fp8, gaussian):
-    """As `integers._symmetric_scale`; NaN where a number is not finite."""
+    """Like `integers._symmetric_scale`; NaN where a number is not finite."""
     peak, squares, good = np.float32(0), np.float32(0), True
     for y in x:
         peak = max(peak, abs(y))

@@ -30,7 +30,7 @@ class StoredRows:
 def append(
     pages: LayerPages, rows: Tensor, slots: Tensor, index: Tensor, positions: Tensor | None = None
 ) -> None:
-    """As `ops.store.append`. Formats per channel take whole pages: P rows in order, after one
+    """Like `ops.store.append`. Formats per channel take whole pages: P rows in order, after one
     another (see `residual`)."""
     arena, tables, _, groups = pages
     plan = plan_pages(groups, arena.device)
@@ -48,7 +48,7 @@ def append(
 
 
 def rewrite(pages: LayerPages, rows: Tensor, slots: Tensor, index: Tensor, keep: Tensor) -> None:
-    """As `ops.store.rewrite`."""
+    """Like `ops.store.rewrite`."""
     arena, tables, _, groups = pages
     plan = plan_pages(groups, arena.device)
     packed = plan.pack(rows)
@@ -66,7 +66,7 @@ def rewrite(pages: LayerPages, rows: Tensor, slots: Tensor, index: Tensor, keep:
 def gather(
     pages: LayerPages, slots: Tensor, lengths: Tensor, dtype: torch.dtype, size: int | None = None
 ) -> StoredRows:
-    """As `ops.store.gather`. Without a size the longest length is asked for, which waits for the
+    """Like `ops.store.gather`. Without a size the longest length is asked for, which waits for the
     device."""
     arena, tables, _, groups = pages
     plan = plan_pages(groups, arena.device)
@@ -91,7 +91,7 @@ def gather(
 
 
 def add_metrics(pages: LayerPages, slots: Tensor, values: Tensor, valid: Tensor) -> None:
-    """As `ops.store.add_metrics`, of values fp32."""
+    """Like `ops.store.add_metrics`, of values fp32."""
     words = words_of(pages.arena, torch.int32)
     for kind in plan_pages(pages.groups, pages.arena.device).kinds:
         keep = valid[:, kind.numbers]
@@ -104,7 +104,7 @@ def add_metrics(pages: LayerPages, slots: Tensor, values: Tensor, valid: Tensor)
 
 
 def set_metrics(pages: LayerPages, slots: Tensor, index: Tensor, values: Tensor) -> None:
-    """As `ops.store.set_metrics`."""
+    """Like `ops.store.set_metrics`."""
     words = words_of(pages.arena, torch.int32)
     for kind in plan_pages(pages.groups, pages.arena.device).kinds:
         layout, row = kind.layout, index[:, kind.numbers]
@@ -121,14 +121,14 @@ def read_metrics(pages: LayerPages, slots: Tensor, valid: Tensor) -> Tensor:
 def read_tracked(
     pages: LayerPages, slots: Tensor, lengths: Tensor, size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `ops.store.read_tracked`."""
+    """Like `ops.store.read_tracked`."""
     valid = torch.arange(size, device=pages.arena.device) < lengths[..., None]
     positions = _read_track(pages, "positions", slots, valid)
     return read_metrics(pages, slots, valid), positions, valid
 
 
 def move(pages: LayerPages, slots: Tensor, group: Tensor, source: Tensor, target: Tensor) -> None:
-    """As `ops.store.move`. Where groups differ in kind this waits for the device once a kind."""
+    """Like `ops.store.move`. Where groups differ in kind this waits for the device once a kind."""
     arena, tables, _, groups = pages
     moves = torch.stack((slots, group, source, target))
     for kind in plan_pages(groups, arena.device).kinds:

@@ -59,8 +59,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class Form:
-    """A bit width of the layer and what its code is specialised for: bytes that divide all of its
-    pieces' offsets and rows, and numbers that divide their columns and the layer's row."""
+    """One bit width of the layer and the constants its kernel is compiled for. low, high: bits of
+    both planes; bytes: divides the offsets and row lengths of all its pieces; columns: divides
+    their columns and the layer's row."""
 
     bits: int
     low: int
@@ -72,11 +73,13 @@ class Form:
 
 @dataclass(frozen=True)
 class Pieces:
-    """table int32 [D, 13], by bits and width; forms: of all bits that occur; tiles: of pieces that
-    follow each other, alike in bits and in the power of two that their widths are padded to, (the
-    form's number, that power, the first piece, how many they are); width: the greatest such power;
-    row: numbers of the layer's row; whole: whether all of them are quantised; scale: bytes of a
-    scale; zeros: whether each has a zero."""
+    """The table of a layer's pieces, sorted by bit width and width.
+
+    table int32 [D, 13], see `Piece`. forms: all bit widths that occur. tiles: runs of pieces with
+    the same bit width and padded width, as (index of the form, padded width, first piece, number of
+    pieces). width: the largest padded width; row: numbers of the layer's row; whole: whether all
+    numbers are quantised; scale: bytes of a scale; zeros: whether scales have zero points.
+    """
 
     table: Tensor
     forms: tuple[tuple[int | float, ...], ...]
@@ -90,9 +93,10 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The parts of a row: table int32 [G, K, 2], (offset, bytes a row), 0 bytes where a group
-    has fewer; word: bytes that divide them all; width: most words of a block's row, rounded up to a
-    power of two; tracks int32 [2, G]: offsets of positions and of metrics."""
+    """The blocks of a page that a move copies. table int32 [G, K, 2]: (offset, bytes per token), 0
+    bytes where a group has fewer blocks; word: bytes that divide them all; width: most words of a
+    token in a block, rounded up to a power of two; tracks int32 [2, G]: offsets of positions and of
+    metrics."""
 
     table: Tensor
     word: int
@@ -103,7 +107,7 @@ class Blocks:
 # Pure functions of what never changes, remembered because every layer asks in every step.
 @lru_cache(maxsize=4096)
 def plan_pieces(groups: tuple[Group, ...], limit: int, device: torch.device) -> Pieces:
-    """The pieces of one layer's groups; limit: a multiple of 8."""
+    """Make the table of one layer's pieces. limit: most numbers of a piece, a multiple of 8."""
     pieces = [x for g, group in enumerate(groups) for x in _pieces(g, group.layout, limit)]
     pieces.sort(key=_alike)
     row, bits = sum(x.width for x in pieces), sorted({x.bits for x in pieces})

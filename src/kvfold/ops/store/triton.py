@@ -33,7 +33,7 @@ def tile(width: int) -> tuple[int, int]:
 def append(
     pages: LayerPages, rows: Tensor, slots: Tensor, index: Tensor, positions: Tensor | None = None
 ) -> None:
-    """As `reference.append`, bytes included; where two scales are equally good to within fp32's
+    """Like `reference.append`, bytes included; where two scales are equally good to within fp32's
     rounding the choice may differ."""
     arena, tables, _, groups = pages
     layout, pieces = _layout(groups), plan_pieces(groups, WHOLE, arena.device)
@@ -58,7 +58,7 @@ def append(
 def gather(
     pages: LayerPages, slots: Tensor, lengths: Tensor, dtype: torch.dtype, size: int | None = None
 ) -> StoredRows:
-    """As `reference.gather`, bit for bit."""
+    """Like `reference.gather`, bit for bit."""
     arena, tables, _, groups = pages
     layout, pieces = _layout(groups), plan_pieces(groups, CHUNK, arena.device)
     assert layout.itemsize == dtype.itemsize or pieces.whole, f"rows are not stored as {dtype}"
@@ -80,7 +80,7 @@ def gather(
 
 
 def move(pages: LayerPages, slots: Tensor, group: Tensor, source: Tensor, target: Tensor) -> None:
-    """As `ops.store.move`. Never waits for the device."""
+    """Like `ops.store.move`. Never waits for the device."""
     arena, tables, _, groups = pages
     blocks = plan_blocks(groups, arena.device)
     number, rows = blocks.table.shape[1], max(1, MOVED // blocks.width)
@@ -93,14 +93,14 @@ def move(pages: LayerPages, slots: Tensor, group: Tensor, source: Tensor, target
 
 
 def add_metrics(pages: LayerPages, slots: Tensor, values: Tensor, valid: Tensor) -> None:
-    """As `ops.store.add_metrics`."""
+    """Like `ops.store.add_metrics`."""
     _track(pages, slots, valid, _tracks(pages)[1], values.float().contiguous(), True)
 
 
 def read_tracked(
     pages: LayerPages, slots: Tensor, lengths: Tensor, size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `ops.store.read_tracked`."""
+    """Like `ops.store.read_tracked`."""
     valid = torch.arange(size, device=pages.arena.device) < lengths[..., None]
     tracks = [torch.empty_like(valid, dtype=dtype) for dtype in (torch.int32, torch.float32)]
     for offsets, values in zip(_tracks(pages), tracks, strict=True):
