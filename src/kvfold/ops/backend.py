@@ -1,6 +1,7 @@
-"""Choose the implementation of an operation from the device, KVFOLD_BACKEND and the data.
+"""Choose the implementation of an operation: Triton, Numba or plain PyTorch.
 
-The choice is cached and logged once, and never changes during a run.
+The choice depends on the device, KVFOLD_BACKEND and the data. It is cached and logged once, and
+never changes during a run.
 
 KVFOLD_BACKEND: `auto` (Triton on a CUDA device, Numba on a CPU, if they are installed), `triton`,
     `numba` or `reference`.
@@ -20,15 +21,18 @@ from typing import Any
 import torch
 
 BACKENDS = ("auto", "triton", "numba", "reference")
-GPU = "gpu"  # a device type to ask about: some GPU with Triton, whatever this machine has
-LAST = "reference"  # of an operation's implementations: plain PyTorch, which serves all data
+GPU = "gpu"  # a hypothetical GPU with Triton, to ask what it would run; nothing runs on it
+LAST = "reference"  # the last choice: plain PyTorch, which supports all data
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The implementation chosen for some data: `module` has the function. refused: why the
-    implementations that come before it do not serve these data."""
+    """The implementation chosen for some data.
+
+    module: has the functions of the operation; refused: why each implementation that is preferred
+        to it does not support these data.
+    """
 
     name: str
     module: ModuleType
@@ -37,20 +41,20 @@ class Choice:
 
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """An operation's package, and its modules that implement it, in order of preference.
+    """A package of `ops` and its implementations, in order of preference.
 
-    Each has the functions that the package names, and is imported when it is chosen. Beside it
-    stands its why_not(*data): None where it serves these data, else the reason, a short phrase for
-    a user; it needs no Triton, so that any machine can tell what a GPU would do. A name's first
-    word is the backend that it needs (`triton`, `triton_split`). The last, `reference`, is not
-    among them.
+    kernels: module name -> `why_not(*data)`, which returns None if the module supports these data,
+        else the reason as a short phrase for a user. It does not import Triton, so any machine can
+        tell what a GPU would do. The first word of a module's name is the backend that it needs
+        (`triton`, `triton_split`). The module has the functions that the package names, and is
+        imported when it is chosen. `reference`, the last choice, is not listed.
     """
 
     package: str
     kernels: Mapping[str, Callable[..., str | None]]
 
     def choose(self, device_type: str, *data: Hashable) -> Choice:
-        """The first implementation that runs on this type of device and serves these data."""
+        """Return the first implementation that runs on this device type and supports these data."""
         assert device_type != GPU, "nothing runs on a device that is only asked about"
         return _choose(self, _wanted(), use_triton(device_type), device_type, data)
 
@@ -61,7 +65,7 @@ class Operation:
         make: Callable[[ModuleType, list[int]], list[Any]],
     ) -> list[Any]:
         """Plan all layers: call `make(module, indices)` once for each implementation, with the
-        indices of the layers that it serves, and return the plans in the order of `layers`."""
+        indices of the layers that it supports, and return the plans in the order of `layers`."""
         layers_of = defaultdict(list)
         for i, data in enumerate(layers):
             layers_of[self.choose(device_type, *data).module].append(i)
@@ -71,18 +75,18 @@ class Operation:
         return [plans[i] for i in range(len(layers))]
 
     def which(self, device_type: str, *data: Hashable) -> str:
-        """Return the name of the implementation that runs on these data. Imports none of them."""
+        """Return the name of the implementation that runs on these data, without importing it."""
         return self._pick(device_type, data)[0]
 
     def why_not(self, device_type: str, *data: Hashable) -> str | None:
         """Return why the reference runs on these data, or None if another implementation does.
-        Imports none."""
+        Imports no implementation."""
         name, refused = self._pick(device_type, data)
         return "; ".join(dict.fromkeys(refused)) if name == LAST else None
 
     def _pick(self, device_type: str, data: tuple[Hashable, ...]) -> tuple[str, tuple[str, ...]]:
-        """Return the name of the first implementation that serves these data, and why those before
-        it do not."""
+        """Return the name of the first implementation that supports these data, and why the
+        preferred ones do not."""
         return _pick(self, _wanted(), use_triton(device_type), device_type, data)
 
 
@@ -103,18 +107,18 @@ def _choose(
 def _pick(
     operation: Operation, wanted: str, triton: bool, device_type: str, data: tuple[Hashable, ...]
 ) -> tuple[str, tuple[str, ...]]:
-    """The name of the first that serves, and why those before it do not."""
+    """Like `Operation._pick`, cached."""
     refused: list[str] = []
     for name, why_not in operation.kernels.items():
-        reason = _away(name.partition("_")[0], wanted, triton, device_type) or why_not(*data)
+        reason = _unavailable(name.partition("_")[0], wanted, triton, device_type) or why_not(*data)
         if reason is None:
             return name, tuple(refused)
         refused.append(reason)
     return LAST, tuple(refused)
 
 
-def _away(backend: str, wanted: str, triton: bool, device_type: str) -> str | None:
-    """Why a backend is not available on this type of device, or None."""
+def _unavailable(backend: str, wanted: str, triton: bool, device_type: str) -> str | None:
+    """Why a backend is not available on this device type, or None."""
     if backend == "numba":
         return no_numba(device_type)
     if device_type == GPU:
@@ -130,14 +134,15 @@ def _away(backend: str, wanted: str, triton: bool, device_type: str) -> str | No
 
 @lru_cache
 def _log(operation: str, device_type: str, name: str, *refused: str) -> None:
-    """Log a choice and its reasons once, although many layers share it."""
+    """Log a choice and its reasons once, even if many layers share it."""
     reasons = f" ({'; '.join(refused)})" if refused else ""
     log.info("%s on %s: %s%s", operation, device_type, name, reasons)
 
 
 @lru_cache
 def use_triton(device_type: str) -> bool:
-    """Whether kernels run on this type of device. Raises ValueError for an unknown backend."""
+    """Whether Triton kernels run on this device type. Raises ValueError if KVFOLD_BACKEND is
+    unknown or cannot run here."""
     if device_type == GPU:
         return True
     wanted = _wanted()
@@ -166,7 +171,7 @@ def use_triton(device_type: str) -> bool:
 
 
 def no_numba(device_type: str) -> str | None:
-    """Why Numba kernels do not run on this type of device, or None if they do."""
+    """Why Numba kernels do not run on this device type, or None if they do."""
     if device_type != "cpu":
         return f"Numba's kernels run on a CPU, not on {device_type}"
     if (wanted := _wanted()) not in ("auto", "numba"):
@@ -186,8 +191,8 @@ def _interpreted() -> bool:
 
 @lru_cache
 def has_gluon(device: torch.device) -> bool:
-    """Whether Gluon kernels run: on Hopper, with the Triton version they were written for (the
-    language is not stable)."""
+    """Whether Gluon kernels run: on Hopper, with the Triton version they were written for or a
+    later one (the language is not stable)."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return False
     import triton

@@ -118,7 +118,8 @@ def unread(op: str, groups: Sequence[Group], *, joint: bool = False) -> str | No
     served = [latent[0].heads for group in groups for latent in latents_of(group, "v")]
     if not alike(served):
         return (
-            "value latents of unequal or scattered heads: the kernels need equally many adjacent heads"
+            "value latents of unequal or scattered heads: the kernels need equally many adjacent"
+            " heads"
         )
     return None
 

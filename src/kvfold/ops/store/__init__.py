@@ -1,8 +1,12 @@
 """Write token entries into pages, and read, move and rewrite them there.
 
-Shapes: S slots (sequences at once), G groups, R numbers of a row, P rows a page; N new tokens, B
-sequences, T rows read, M rows moved. Offsets in `tables` are int32 counts of 64 bytes. `lengths`
-are those of a call's sequences, since a call may read fewer rows than there are.
+A row is the entry of one token in one group: a group's columns of `rows`, or its place in the
+    pages.
+
+Shapes: S slots (sequences in the cache), G groups, R numbers of a token in all groups, P rows of a
+page; N new tokens, B sequences of a call, T rows read, M rows moved. Offsets in `tables` are int32,
+in units of 64 bytes. `lengths` belongs to the sequences of the call, which may read fewer rows than
+are stored.
 """
 
 from collections.abc import Sequence
@@ -32,12 +36,13 @@ __all__ = [
     "spans",
 ]
 
-# Each has the functions below but `spans`.
+# Each module has the functions below, except `spans`, `set_metrics` and `rewrite`.
 STORE = Operation(__name__, {"triton": unserved, "numba": unserved})
 
 
 def spans(layout: CacheLayout, device_type: str) -> Sequence[slice]:
-    """Groups that are best read or moved at once: a layer's on a CPU, else all by kernels."""
+    """Return the groups to read or move in one call: those of a layer on a CPU, all groups if
+    kernels run."""
     plain = device_type == "cpu" and not use_triton("cpu")
     if plain or STORE.why_not(device_type, layout.groups):
         return layout.layer_groups
@@ -52,11 +57,14 @@ def append(
     positions: Tensor | None = None,
     fill: Fill | None = None,
 ) -> None:
-    """Write token i's row of group g as row index[i, g] of sequence slots[i], metric 0.
+    """Write the entry of token i in group g as row index[i, g] of sequence slots[i], with metric 0.
 
-    rows float [N, R], whose dtype unquantised numbers keep; slots int64 [N]; index int64 [N, G];
-    positions int32 [N], needed where tracked; fill: of these slots and rows, where sequences have
-    tails. What a token stores does not depend on the tokens beside it.
+    rows: float [N, R]; unquantised numbers are stored in its dtype.
+    slots: int64 [N]. index: int64 [N, G].
+    positions: int32 [N], required if the layout is tracked.
+    fill: the tails that this call fills, if sequences have tails (see `residual`).
+
+    What is stored for a token does not depend on the other tokens of the call.
     """
     if fill is not None:
         residual.append(pages, rows, slots, index[:, 0], fill)
@@ -69,9 +77,12 @@ def gather(
 ) -> StoredRows:
     """Read the first lengths[b, g] rows of every group of the sequences `slots`.
 
-    slots int64 [B]; lengths int [B, G]; dtype: of the result, and that of the unquantised numbers
-    at `append`; size: T, at least the longest length. Unquantised numbers come back bit for bit,
-    others as their format decodes them. Never waits for the device.
+    slots: int64 [B]. lengths: int [B, G].
+    dtype: of the result, and of the unquantised numbers at `append`.
+    size: T, at least the longest length.
+
+    Unquantised numbers come back bit for bit, others as their format decodes them. Never waits for
+    the device.
     """
     if pages.groups[0].layout.residual:
         return residual.gather(pages, slots, lengths, dtype, size)
@@ -79,9 +90,10 @@ def gather(
 
 
 def add_metrics(pages: LayerPages, slots: Tensor, values: Tensor, valid: Tensor) -> None:
-    """Add values [B, G, T] to the metrics of the valid (bool [B, G, T]) rows of `slots` [B].
+    """Add values [B, G, T] to the metrics of the rows of `slots` [B] that are valid (bool
+    [B, G, T]).
 
-    `slots` are distinct. Rows that are not valid are left alone, whatever their value.
+    `slots` are distinct. Other rows keep their metrics, whatever `values` holds for them.
     """
     _of(pages).add_metrics(pages, slots, values, valid)
 
@@ -97,7 +109,7 @@ def rewrite(pages: LayerPages, rows: Tensor, slots: Tensor, index: Tensor, keep:
     row index[i, g] of sequence slots[i] if keep bool [N, G] is set.
 
     rows [N, R], slots [N] and index [N, G] as in `append`. Not for per-channel formats. PyTorch on
-    every device; waits for it once per kind.
+    every device; waits for the device once per class of pages.
     """
     reference.rewrite(pages, rows, slots, index, keep)
 
@@ -113,8 +125,9 @@ def read_tracked(
 
 
 def move(pages: LayerPages, slots: Tensor, group: Tensor, source: Tensor, target: Tensor) -> None:
-    """Copy row source[i] of (slots[i], group[i]) to row target[i] there: codes, scales, position
-    and metric. All int64 [M]; no row may be the target of two copies, or both source and target."""
+    """Copy row source[i] of (slots[i], group[i]) to row target[i] of the same group: codes, scales,
+    position and metric. All int64 [M]; no row may be the target of two copies, or both source and
+    target."""
     _of(pages).move(pages, slots, group, source, target)
 
 

@@ -1,6 +1,6 @@
 """Write the token entries of one layer on CPUs: Numba kernels. Reading uses the reference.
 
-Shapes and arguments as in `store`; D pieces of columns, the segments (see `segments`).
+Shapes and arguments as in `store`; D pieces: here the segments, uncut (see `segments`).
 """
 
 from functools import partial
@@ -27,7 +27,7 @@ from kvfold.ops.store.segments import plan_pieces
 __all__ = ["add_metrics", "append", "gather", "move", "read_metrics", "read_tracked"]
 
 WHOLE = 1 << 30  # no segment is cut: its numbers share a scale
-ROWS = 64  # that a thread is woken for
+ROWS = 64  # fewest tokens that are shared among threads
 LOW = np.array([PLANES.get(bits, (0,))[0] for bits in range(9)])  # bits of the low plane, by bits
 STEP = np.array([GAUSSIAN_STEP.get(bits, 0) for bits in range(9)], dtype=np.float32)
 
@@ -45,14 +45,14 @@ def append(
     )
     assert not layout.tracked or positions is not None, "tracked rows need positions"
     rows = rows.detach().contiguous()
-    where = slots if positions is None else positions
+    stored_positions = slots if positions is None else positions
     work = partial(
         store,
         rows.float().numpy(),
         rows.view(torch.uint16).numpy(),
         slots.contiguous().numpy(),
         index.contiguous().numpy(),
-        where.to(torch.int32).contiguous().numpy(),
+        stored_positions.to(torch.int32).contiguous().numpy(),
         tables.numpy(),
         pieces.table.numpy(),
         layout.page,
@@ -69,7 +69,10 @@ def append(
 
 @kernel()
 def rounded(x, most, cut, bias, nan):
-    """|x| <= most, with `cut` bits fewer of fraction and exponents counted from `bias` on."""
+    """Return the bits of min(|x|, most) rounded to a smaller float format, or `nan` if x is NaN.
+
+    cut: bits of the fraction that are dropped; bias: what is subtracted from the exponent of fp32.
+    """
     if np.isnan(x):
         return np.int64(nan)
     x = np.float32(min(abs(x), most))
@@ -81,19 +84,19 @@ def rounded(x, most, cut, bias, nan):
 
 @kernel()
 def half_of(x):
-    """Bits of the nearest fp16, of even ones where two are, at most the largest."""
+    """Return the bits of the nearest fp16 number (ties to even), at most the largest finite one."""
     return rounded(x, FP16_MAX, 13, 112, 0x7E00) | np.int64(0x8000 if x < 0 else 0)
 
 
 @kernel()
 def fp8_of(x):
-    """The same of fp8 (e4m3), for numbers of at least 0."""
+    """Return the bits of the nearest fp8 (e4m3) number, for x >= 0."""
     return rounded(x, FP8_MAX, 20, 120, 0x7F)
 
 
 @kernel()
 def stored(step, bits, fp8):
-    """A step as it comes back."""
+    """Return a step as it is read back: rounded to fp8 with a table `fp8`, else to fp16."""
     if len(fp8):
         return fp8[fp8_of(step * np.float32(1 << bits))] / np.float32(1 << bits)
     return single(half_of(step))
@@ -130,7 +133,7 @@ def symmetric(x, bits, fp8, gaussian):
 
 @kernel()
 def spread_of(x, bits):
-    """The step between codes that covers x, and the value of the lowest code."""
+    """Return the step between codes that covers x, and the value of the lowest code."""
     least, most, good = x[0], x[0], True
     for y in x:
         least, most = min(least, y), max(most, y)
@@ -141,7 +144,7 @@ def spread_of(x, bits):
 
 @kernel()
 def encode(x, step, least, bits, codes):
-    """Codes of x, and 0 for as many more as fill a byte."""
+    """Write the codes of x, then eight zeros, which fill up the last byte."""
     most = np.float32((1 << bits) - 1)
     for i in range(len(x)):
         code = np.rint((x[i] - least) / step)
@@ -171,7 +174,7 @@ def store(
     rows, raw, slots, index, positions, tables, pieces, page,
     arena, halves, singles, ints, fp8, low, gaussian, begin, end,
 ):  # fmt: skip
-    """Rows begin..end: rows [N, R], raw their bits, positions [N], pieces [D, 13]."""
+    """Write tokens begin..end: rows [N, R], raw their bits, positions [N], pieces [D, 13]."""
     codes, words = (
         np.empty(rows.shape[1] + 8, dtype=np.uint8),
         raw.shape[1] // max(rows.shape[1], 1),
@@ -194,7 +197,7 @@ def store(
                 halves[at // 2 : at // 2 + size] = raw[i, column : column + size]
                 continue
             x = rows[i, start : start + width]
-            beside = base + scale + row * scales
+            scale_at = base + scale + row * scales
             step, least = np.float32(0), np.float32(0)
             if zero >= 0:
                 step, least = spread_of(x, bits)
@@ -203,9 +206,9 @@ def store(
             else:
                 step = symmetric(x, bits, fp8, gaussian[bits])
             if len(fp8):
-                arena[beside] = fp8_of(step * np.float32(1 << bits))
+                arena[scale_at] = fp8_of(step * np.float32(1 << bits))
             else:
-                halves[beside // 2] = half_of(step)
+                halves[scale_at // 2] = half_of(step)
             step = stored(step, bits, fp8)
             if zero < 0:
                 least = step * (-np.float32((1 << bits) - 1) / np.float32(2))

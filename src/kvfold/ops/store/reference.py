@@ -1,7 +1,7 @@
 """Write and read the token entries of one layer. Reference implementation, plain PyTorch.
 
-Shapes as in `store`; g groups of a kind, W words of its rows (see `common.pages`), n pages of the
-longest group. Addresses are int64.
+Shapes as in `store`; g groups of a class of pages with one layout, W words of a row in such a page
+(see `common.pages`), n pages of the longest group. Addresses are int64.
 """
 
 from dataclasses import dataclass
@@ -30,8 +30,8 @@ class StoredRows:
 def append(
     pages: LayerPages, rows: Tensor, slots: Tensor, index: Tensor, positions: Tensor | None = None
 ) -> None:
-    """Like `ops.store.append`. Formats per channel take whole pages: P rows in order, after one
-    another (see `residual`)."""
+    """Like `ops.store.append`. Per-channel formats take whole pages: P rows in order, page after
+    page (see `residual`)."""
     arena, tables, _, groups = pages
     plan = plan_pages(groups, arena.device)
     assert rows.shape[1] == plan.width, f"rows of {rows.shape[1]} numbers, not {plan.width}"
@@ -58,15 +58,15 @@ def rewrite(pages: LayerPages, rows: Tensor, slots: Tensor, index: Tensor, keep:
         words, channels = _encode(kind, packed, None)
         assert channels is None, "numbers that share a page's channels are packed together"
         address = kind.address(tables, slots[:, None], kind.numbers, index[:, kind.numbers])
-        mine = keep[:, kind.numbers]
+        selected = keep[:, kind.numbers]
         # Words of positions and metrics come last.
-        words_of(arena, kind.word)[address[mine][:, : words.shape[-1]]] = words[mine]
+        words_of(arena, kind.word)[address[selected][:, : words.shape[-1]]] = words[selected]
 
 
 def gather(
     pages: LayerPages, slots: Tensor, lengths: Tensor, dtype: torch.dtype, size: int | None = None
 ) -> StoredRows:
-    """Like `ops.store.gather`. Without a size the longest length is asked for, which waits for the
+    """Like `ops.store.gather`. Without a size it reads the longest length, which waits for the
     device."""
     arena, tables, _, groups = pages
     plan = plan_pages(groups, arena.device)
@@ -80,26 +80,26 @@ def gather(
     )
     packed = torch.empty(len(slots), len(index), plan.width, dtype=dtype, device=arena.device)
     for kind in plan.kinds:
-        inside = valid[:, kind.numbers].unflatten(-1, (num_pages, plan.page))
-        data = _read_pages(arena, tables, kind, slots, inside)
-        _decode(kind, data, inside, packed, plan.even)
+        exists = valid[:, kind.numbers].unflatten(-1, (num_pages, plan.page))
+        data = _read_pages(arena, tables, kind, slots, exists)
+        _decode(kind, data, exists, packed, plan.even)
         if plan.tracked:
-            stored = kind.block(data, kind.layout.blocks.positions, torch.int32)[..., 0] * inside
+            stored = kind.block(data, kind.layout.blocks.positions, torch.int32)[..., 0] * exists
             positions[:, kind.numbers] = stored.flatten(2)
     rows = (packed if plan.even else plan.unpack(packed))[:, :size]
     return StoredRows(rows, valid[..., :size], positions[..., :size])
 
 
 def add_metrics(pages: LayerPages, slots: Tensor, values: Tensor, valid: Tensor) -> None:
-    """Like `ops.store.add_metrics`, of values fp32."""
+    """Like `ops.store.add_metrics`; values are fp32."""
     words = words_of(pages.arena, torch.int32)
     for kind in plan_pages(pages.groups, pages.arena.device).kinds:
         keep = valid[:, kind.numbers]
         address = _track_address(pages.tables, kind, kind.layout.blocks.metrics, slots, keep)
         old = words[address]
         new = (old.view(torch.float32) + values[:, kind.numbers]).view(torch.int32)
-        # Adding the difference of the bits: rows that are not valid may own no page, and adding
-        # integer 0 to whatever word they point to leaves every pattern of bits as it is.
+        # Add the difference of the bits: a row that is not valid may have no page, and adding
+        # integer 0 to the word it points to leaves any bits unchanged.
         words.index_add_(0, address.flatten(), ((new - old) * keep).flatten())
 
 
@@ -114,7 +114,8 @@ def set_metrics(pages: LayerPages, slots: Tensor, index: Tensor, values: Tensor)
 
 
 def read_metrics(pages: LayerPages, slots: Tensor, valid: Tensor) -> Tensor:
-    """Metrics fp32 [B, G, T] of the rows of `slots` [B]; 0 where not valid (bool [B, G, T])."""
+    """Read metrics fp32 [B, G, T] of the rows of `slots` [B]; 0 where not valid (bool [B, G,
+    T])."""
     return _read_track(pages, "metrics", slots, valid).view(torch.float32)
 
 
@@ -128,13 +129,14 @@ def read_tracked(
 
 
 def move(pages: LayerPages, slots: Tensor, group: Tensor, source: Tensor, target: Tensor) -> None:
-    """Like `ops.store.move`. Where groups differ in kind this waits for the device once a kind."""
+    """Like `ops.store.move`. If the groups have several layouts, it waits for the device once per
+    layout."""
     arena, tables, _, groups = pages
     moves = torch.stack((slots, group, source, target))
     for kind in plan_pages(groups, arena.device).kinds:
-        every = len(kind.numbers) == len(groups)
-        mine = moves if every else moves[:, torch.isin(group, kind.numbers)]
-        slot, number, old, new = mine
+        single_class = len(kind.numbers) == len(groups)
+        class_moves = moves if single_class else moves[:, torch.isin(group, kind.numbers)]
+        slot, number, old, new = class_moves
         words = words_of(arena, kind.word)
         entries = words[kind.address(tables, slot, number, old)]
         words[kind.address(tables, slot, number, new)] = entries
@@ -143,12 +145,15 @@ def move(pages: LayerPages, slots: Tensor, group: Tensor, source: Tensor, target
 def _encode(
     kind: PageClass, packed: Tensor, positions: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The bytes of N rows of a kind's groups: packed [N, R] -> words [N, g, W], and of their pages'
-    channels, words of a scale [N / P, g, c], or None."""
+    """Encode N rows of a class's groups.
+
+    packed [N, R] -> words [N, g, W] of the rows, and the scales that their pages hold per channel,
+    as words [N / P, g, c], or None.
+    """
     layout, g = kind.layout, len(kind.numbers)
     word, parts = INTS[layout.scale], []
-    scales: dict[int, Tensor] = {}  # of a row, by place
-    channels: dict[int, Tensor] = {}  # of a page, by place
+    scales: dict[int, Tensor] = {}  # of each row, by index in the row's scales
+    channels: dict[int, Tensor] = {}  # of each page, by index in the page's scales
     fields = zip(layout.segments, kind.columns, layout.metadata_indices, strict=True)
     for segment, columns, places in fields:
         x = packed[:, columns].unflatten(-1, (g, segment.width))
@@ -159,44 +164,44 @@ def _encode(
     if scales:
         parts.append(torch.stack([scales[place] for place in sorted(scales)], dim=-1))
     if positions is not None and layout.tracked:
-        where = positions[:, None, None].expand(-1, g, 1)
-        parts += [where, torch.zeros_like(where, dtype=torch.float32)]
+        tiled_positions = positions[:, None, None].expand(-1, g, 1)
+        parts += [tiled_positions, torch.zeros_like(tiled_positions, dtype=torch.float32)]
     words = torch.cat([x.contiguous().view(torch.uint8) for x in parts], dim=-1).view(kind.word)
     ordered = [channels[place] for place in sorted(channels)]
     return words, torch.cat(ordered, dim=-1) if ordered else None
 
 
-def _decode(kind: PageClass, data: Tensor, inside: Tensor, packed: Tensor, even: bool) -> None:
-    """Fill the kind's columns of packed [B, n * P, R]; rows that are not inside become 0.
+def _decode(kind: PageClass, data: Tensor, exists: Tensor, packed: Tensor, even: bool) -> None:
+    """Write the class's columns of packed [B, n * P, R]; rows that do not exist become 0.
 
-    even: columns are the row's own, not packed. data: pages, uint8 [B, g, n, page_bytes]; inside
-    bool [B, g, n, P].
+    even: columns are those of the unpacked row. data: pages, uint8 [B, g, n, page_bytes]; exists:
+        bool [B, g, n, P].
     """
     for i, (segment, columns) in enumerate(zip(kind.layout.segments, kind.columns, strict=True)):
         if even:
             out = kind.columns_of(packed, i)
         else:
             out = packed[..., columns].unflatten(-1, (-1, segment.width))
-        out = out.unflatten(1, inside.shape[2:]).permute(0, 3, 1, 2, 4)
-        segment.format.decode(kind.codes(data, i), kind.metadata(data, i), inside, out)
+        out = out.unflatten(1, exists.shape[2:]).permute(0, 3, 1, 2, 4)
+        segment.format.decode(kind.codes(data, i), kind.metadata(data, i), exists, out)
 
 
 def _read_pages(
-    arena: Tensor, tables: Tensor, kind: PageClass, slots: Tensor, inside: Tensor
+    arena: Tensor, tables: Tensor, kind: PageClass, slots: Tensor, exists: Tensor
 ) -> Tensor:
-    """Pages of B sequences: inside bool [B, g, n, P] -> uint8 [B, g, n, page_bytes].
+    """Read pages of B sequences: exists bool [B, g, n, P] -> uint8 [B, g, n, page_bytes].
 
-    The table of a page without rows may say anything: some page is read in its place.
+    Table entries beyond a sequence's pages are undefined: page 0 is read instead.
     """
-    pages = tables[slots[:, None], kind.numbers, : inside.shape[2]]
-    pages = torch.where(inside[..., 0], pages, 0).long()
+    pages = tables[slots[:, None], kind.numbers, : exists.shape[2]]
+    pages = torch.where(exists[..., 0], pages, 0).long()
     units = pages[..., None] + torch.arange(kind.layout.page_units, device=arena.device)
     units_read = words_of(arena, torch.uint8).view(-1, UNIT).index_select(0, units.flatten())
     return units_read.view(*pages.shape, kind.layout.page_units * UNIT)
 
 
 def _read_track(pages: LayerPages, name: str, slots: Tensor, valid: Tensor) -> Tensor:
-    """int32 [B, G, T] of the block `positions` or `metrics`; 0 where not valid."""
+    """Read the block `positions` or `metrics` as int32 [B, G, T]; 0 where not valid."""
     numbers = torch.empty_like(valid, dtype=torch.int32)
     words = words_of(pages.arena, torch.int32)
     for kind in plan_pages(pages.groups, pages.arena.device).kinds:
@@ -210,7 +215,8 @@ def _read_track(pages: LayerPages, name: str, slots: Tensor, valid: Tensor) -> T
 def _track_address(
     tables: Tensor, kind: PageClass, block: Block, slots: Tensor, valid: Tensor
 ) -> Tensor:
-    """4-byte words of a block of positions or metrics, int64 [B, g, T]; word 0 where not valid."""
+    """Return the 4-byte word of each position or metric, int64 [B, g, T]; word 0 where not
+    valid."""
     layout = kind.layout
     assert layout.tracked, "untracked rows have neither positions nor metrics"
     row = torch.arange(valid.shape[-1], device=tables.device)

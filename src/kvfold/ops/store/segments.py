@@ -1,7 +1,7 @@
-"""Tables that describe a layer's pages to the store's kernels: a line per (group, tile of columns).
+"""Build the tables that describe a layer's pages to the kernels of `store`.
 
-Shapes: G groups of the layer, D pieces: a group's segments, each cut into at most `limit` numbers,
-or one empty piece where a group stores none; K blocks of a page that `move` copies. Sizes are
+Shapes: G groups of the layer; D pieces: a group's segments, each cut into at most `limit` numbers,
+or one empty piece if a group stores none; K blocks of a page that `move` copies. Sizes are in
 bytes. A piece's fields are the columns of an int32 tensor [D, 13], in the order of `Piece`.
 """
 
@@ -25,7 +25,7 @@ NARROWEST = 16  # numbers that a tile's row is padded to, at least
 
 @lru_cache(maxsize=4096)
 def unserved(groups: tuple[Group, ...]) -> str | None:
-    """Why the kernels do not serve these pages, or None."""
+    """Why the kernels do not support these pages, or None."""
     if any(group.layout.residual for group in groups):
         return "rows wait unquantised in a tail"
     formats = {x.format for group in groups for x in group.layout.segments}
@@ -37,9 +37,11 @@ def unserved(groups: tuple[Group, ...]) -> str | None:
 class Piece:
     """`width` numbers from column `start` of the layer's row, all of one segment of one group.
 
-    Offsets are from the page's start to row 0; row r lies r * row (codes) or r * scales (scale and
-    zero) further on. low, high: the planes of `integers.PLANES`. positions, metrics: with a group's
-    first piece only, so that one program writes them; first says whether it is.
+    Offsets are from the start of the page to row 0; row r follows r * row bytes later (codes) or r
+    * scales bytes later (scale and zero point).
+
+    low, high: the planes of `integers.PLANES`. positions, metrics: set for a group's first piece
+        only, so that one program writes them; first: whether it is that piece.
     """
 
     group: int
@@ -59,9 +61,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class Form:
-    """One bit width of the layer and the constants its kernel is compiled for. low, high: bits of
-    both planes; bytes: divides the offsets and row lengths of all its pieces; columns: divides
-    their columns and the layer's row."""
+    """A bit width of the layer, with the constants its kernel is compiled for.
+
+    low, high: bits of both planes; gaussian: see `integers.GAUSSIAN_STEP`; bytes: divides the
+        offsets and row lengths of all its pieces; columns: divides their columns and the layer's
+        row.
+    """
 
     bits: int
     low: int
@@ -75,10 +80,11 @@ class Form:
 class Pieces:
     """The table of a layer's pieces, sorted by bit width and width.
 
-    table int32 [D, 13], see `Piece`. forms: all bit widths that occur. tiles: runs of pieces with
-    the same bit width and padded width, as (index of the form, padded width, first piece, number of
-    pieces). width: the largest padded width; row: numbers of the layer's row; whole: whether all
-    numbers are quantised; scale: bytes of a scale; zeros: whether scales have zero points.
+    table: int32 [D, 13], see `Piece`. forms: the fields of a `Form` for every bit width of the
+        layer. tiles: pieces with the same bit width and padded width, as (index of the form, padded
+        width, first piece, number of pieces). width: the largest padded width; row: numbers of the
+        layer's row; whole: whether all numbers are quantised; scale: bytes of a scale; zeros:
+        whether scales have zero points.
     """
 
     table: Tensor
@@ -93,10 +99,12 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of a page that a move copies. table int32 [G, K, 2]: (offset, bytes per token), 0
-    bytes where a group has fewer blocks; word: bytes that divide them all; width: most words of a
-    token in a block, rounded up to a power of two; tracks int32 [2, G]: offsets of positions and of
-    metrics."""
+    """The blocks of a page that a move copies.
+
+    table: int32 [G, K, 2]: (offset, bytes per token), 0 bytes where a group has fewer blocks. word:
+        bytes that divide all of these. width: most words of a token in a block, rounded up to a
+        power of two. tracks: int32 [2, G]: offsets of positions and of metrics.
+    """
 
     table: Tensor
     word: int
@@ -107,7 +115,7 @@ class Blocks:
 # Pure functions of what never changes, remembered because every layer asks in every step.
 @lru_cache(maxsize=4096)
 def plan_pieces(groups: tuple[Group, ...], limit: int, device: torch.device) -> Pieces:
-    """Make the table of one layer's pieces. limit: most numbers of a piece, a multiple of 8."""
+    """Return the table of one layer's pieces. limit: most numbers of a piece, a multiple of 8."""
     pieces = [x for g, group in enumerate(groups) for x in _pieces(g, group.layout, limit)]
     pieces.sort(key=_alike)
     row, bits = sum(x.width for x in pieces), sorted({x.bits for x in pieces})
@@ -130,7 +138,7 @@ def plan_pieces(groups: tuple[Group, ...], limit: int, device: torch.device) -> 
 
 @lru_cache(maxsize=4096)
 def plan_blocks(groups: tuple[Group, ...], device: torch.device) -> Blocks:
-    """Make the table of the blocks of one layer's groups."""
+    """Return the table of the blocks of one layer's groups."""
     layouts = [group.layout for group in groups]
     rows = [[(offset, size // x.page) for offset, size in x.blocks.of_rows] for x in layouts]
     word = gcd(8, *(size for row in rows for _, size in row))
@@ -147,12 +155,13 @@ def plan_blocks(groups: tuple[Group, ...], device: torch.device) -> Blocks:
 
 
 def _pieces(group: int, layout: PageLayout, limit: int) -> list[Piece]:
+    """Return the pieces of a group; the first one also has the group's positions and metrics."""
     blocks, pieces = layout.blocks, []
     for segment, codes, places in zip(
         layout.segments, blocks.codes, layout.metadata_indices, strict=True
     ):
-        where = [blocks.scales.offset + place * layout.scale for place in places]
-        scale, zero, *_ = *where, NONE, NONE
+        metadata_offsets = [blocks.scales.offset + place * layout.scale for place in places]
+        scale, zero, *_ = *metadata_offsets, NONE, NONE
         most = limit if segment.quantized else min(limit, RUN)
         for begin in range(0, segment.width, most):
             piece = Piece(
@@ -172,11 +181,13 @@ def _pieces(group: int, layout: PageLayout, limit: int) -> list[Piece]:
 
 
 def _alike(piece: Piece) -> tuple[int, int]:
+    """Return the bit width and padded width of a piece: pieces of one tile share both."""
     return piece.bits, power_of_two(max(NARROWEST, piece.width))
 
 
 def _planes(layout: PageLayout, segment: Segment, low: int, begin: int) -> dict[str, int]:
-    """Where the planes of the numbers from `begin` on of a segment at `low` begin, and its row."""
+    """Return where both planes of codes begin, for the numbers from `begin` on of a segment at
+    `low`, and the bytes of the segment's row."""
     first, *more = PLANES[segment.bits] if segment.quantized else (8 * layout.itemsize,)
     high = low - (-segment.width * first // 8)
     return {
@@ -187,14 +198,14 @@ def _planes(layout: PageLayout, segment: Segment, low: int, begin: int) -> dict[
 
 
 def _form(bits: int, pieces: Sequence[Piece], row: int) -> Form:
-    mine = [x for x in pieces if x.bits == bits]
+    same_bits = [x for x in pieces if x.bits == bits]
     low, *high = PLANES.get(bits, (bits,))
-    offsets = [y for x in mine for y in (x.low, x.high, x.row) if y != NONE]
+    offsets = [y for x in same_bits for y in (x.low, x.high, x.row) if y != NONE]
     return Form(
         bits=bits,
         low=low,
         high=high[0] if high else 0,
         gaussian=GAUSSIAN_STEP.get(bits, 0.0),
         bytes=gcd(16, *offsets),
-        columns=gcd(16, row, *(y for x in mine for y in (x.start, x.width))),
+        columns=gcd(16, row, *(y for x in same_bits for y in (x.start, x.width))),
     )

@@ -1,7 +1,7 @@
-"""Write and read the token entries of one layer. Triton kernels, one launch per call.
+"""Write and read the token entries of one layer: launches of the Triton kernels in `store.kernels`.
 
-Shapes and arguments as in `store`, whose functions these are; D pieces of columns (see
-`segments`). A program handles a tile of rows and all numbers of one piece, padded to a power of 2.
+Shapes and arguments as in `store`; D pieces of columns (see `segments`). A program handles a tile
+of rows and all numbers of one piece, padded to a power of two.
 """
 
 import torch
@@ -15,17 +15,19 @@ from kvfold.ops.store.kernels import append_rows, gather_rows, move_rows, track_
 from kvfold.ops.store.reference import StoredRows
 from kvfold.ops.store.segments import plan_blocks, plan_pieces, unserved
 
-WHOLE = 1 << 30  # no segment is cut where it is quantised: its numbers share a scale
-OF_WARP = 256  # numbers, in `append`
-CHUNK = 128  # numbers of a piece where it is read
-TRACK = 256  # rows of a tile of metrics
-MOVED = 2048  # words of a tile of rows that move
+WHOLE = 1 << 30  # `append` cuts no quantised segment: its numbers share a scale
+OF_WARP = 256  # numbers of a warp, in `append`
+CHUNK = 128  # most numbers of a piece, in `gather`
+TRACK = 256  # rows of a tile, in `track_rows`
+MOVED = 2048  # words of a tile, in `move`
 
 
 def tile(width: int) -> tuple[int, int]:
-    """Numbers and warps of a program of `append`, for the widest piece: of the layout alone, so
-    that sums are taken in one order however many tokens come at once. A warp sums without waiting
-    for others."""
+    """Return the numbers and warps of a program of `append`, from the widest piece.
+
+    They depend on the layout alone, so that sums are in the same order for any number of tokens.
+    One warp sums a row without waiting for others.
+    """
     numbers = max(OF_WARP, width)
     return numbers, min(8, numbers // OF_WARP)
 
@@ -44,7 +46,7 @@ def append(
     assert not layout.tracked or positions is not None, "tracked rows need positions"
     assert rows.stride(1) == 1 or pieces.row < 2, "rows must be contiguous along their numbers"
     numbers, warps = tile(pieces.width)
-    number = len(rows)  # asked once: every layer of every step comes here
+    number = len(rows)  # read once: this runs for every layer of every step
     programs = sum(cdiv(number, numbers // width) * count for _, width, _, count in pieces.tiles)
     append_rows[(programs,)](
         arena, tables, pieces.table, rows.detach(), slots.contiguous(), index,
@@ -63,11 +65,11 @@ def gather(
     layout, pieces = _layout(groups), plan_pieces(groups, CHUNK, arena.device)
     assert layout.itemsize == dtype.itemsize or pieces.whole, f"rows are not stored as {dtype}"
     size = int(lengths.max()) if size is None else size
-    on, shape = arena.device, (len(slots), len(groups), size)
+    device, shape = arena.device, (len(slots), len(groups), size)
     out = StoredRows(
-        rows=torch.empty(len(slots), size, pieces.row, dtype=dtype, device=on),
-        valid=torch.empty(shape, dtype=torch.bool, device=on),
-        positions=torch.empty(shape, dtype=torch.int32, device=on),
+        rows=torch.empty(len(slots), size, pieces.row, dtype=dtype, device=device),
+        valid=torch.empty(shape, dtype=torch.bool, device=device),
+        positions=torch.empty(shape, dtype=torch.int32, device=device),
     )
     gather_rows[(len(pieces.table) * cdiv(size, layout.page), len(slots))](
         arena, tables, pieces.table, slots.contiguous(), lengths,
@@ -112,7 +114,7 @@ def read_tracked(
 def _track(
     pages: LayerPages, slots: Tensor, valid: Tensor, offsets: Tensor, values: Tensor, add: bool
 ) -> None:
-    """Add values [B, G, T] to the block at `offsets` [G], or read it into them."""
+    """Add values [B, G, T] to the block at `offsets` [G], or read that block into `values`."""
     track_rows[(cdiv(valid.shape[2], TRACK), *valid.shape[1::-1])](
         words_of(pages.arena, values.dtype), pages.tables, offsets,
         slots.contiguous(), valid.contiguous(), values, valid.shape[2], *pages.tables.stride(),
@@ -121,12 +123,12 @@ def _track(
 
 
 def _tracks(pages: LayerPages) -> Tensor:
-    """Offsets int32 [2, G] of positions and of metrics."""
+    """Return offsets int32 [2, G] of positions and of metrics."""
     assert _layout(pages.groups).tracked, "untracked rows have neither positions nor metrics"
     return plan_blocks(pages.groups, pages.arena.device).tracks
 
 
 def _layout(groups: tuple[Group, ...]) -> PageLayout:
-    """The layout that all groups agree in, but for segments."""
+    """Return the page layout of the first group; all groups share everything but the segments."""
     assert unserved(groups) is None, unserved(groups)
     return groups[0].layout
