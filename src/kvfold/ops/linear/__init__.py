@@ -13,7 +13,7 @@ from kvfold.ops.linear import reference
 
 __all__ = ["FEW", "gated", "linear"]
 
-FEW = 32  # tokens that CPUs multiply by reading weights once; of more PyTorch keeps tiles of them
+FEW = 32  # most tokens of the CPU kernel, which reads weights once; above, PyTorch reuses tiles
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -34,7 +34,7 @@ def gated(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _on_cpu(x: Tensor, weight: Tensor) -> Any:
-    """The CPU module for these tensors: Numba if it serves them, else plain PyTorch."""
+    """Return the CPU module for these tensors: Numba if it supports them, else plain PyTorch."""
     if no_numba(x.device.type) is None:
         from kvfold.ops.linear import numba
 
@@ -43,8 +43,8 @@ def _on_cpu(x: Tensor, weight: Tensor) -> Any:
     return reference
 
 
-# Operations of PyTorch's, so that torch.compile leaves them whole: how many tokens there are is
-# known where they run.
+# Custom ops, since torch.compile does not trace into them: the number of tokens selects the kernel
+# at run time.
 @torch.library.custom_op(
     "kvfold::linear", mutates_args=(), schema="(Tensor x, Tensor weight, Tensor? bias) -> Tensor"
 )

@@ -13,14 +13,14 @@ from kvfold.ops.common.products_numba import dots, power_of_2
 from kvfold.ops.common.threads import share
 from kvfold.ops.linear import FEW
 
-ROWS = 16  # of weights that a thread takes at a time
-SHARED = 2**17  # weights from which on threads are woken
+ROWS = 16  # rows of weights (outputs) of a block, the work that a thread takes at a time
+SHARED = 2**17  # fewest weights that are shared among threads
 
 Floats = npt.NDArray[np.float32]
 
 
 def serves(x: Tensor, weight: Tensor) -> bool:
-    """Whether x [.., K] and weights [N, K] are few tokens in fp32, on a CPU."""
+    """Whether x [.., K] and weight [N, K] are fp32, with at most FEW tokens."""
     few = 0 < x.numel() <= FEW * x.shape[-1]
     return few and x.dtype is weight.dtype is torch.float32 and weight.is_contiguous()
 
@@ -73,6 +73,6 @@ def _gated(x, weight, out, begin, end):
         for t in range(len(x)):
             for i in range(count):
                 gate = out[t, first + i]
-                small = power_of_2(-abs(gate) * np.float32(1.4426950408889634))
-                share = (np.float32(1) if gate >= 0 else small) / (np.float32(1) + small)
-                out[t, first + i] = gate * share * up[t, i]
+                decay = power_of_2(-abs(gate) * np.float32(1.4426950408889634))
+                sigmoid = (np.float32(1) if gate >= 0 else decay) / (np.float32(1) + decay)
+                out[t, first + i] = gate * sigmoid * up[t, i]

@@ -1,10 +1,10 @@
 """Linear layers for few tokens on Hopper, and the gate after larger ones. Shapes: see `ops.linear`.
 
-A decode step reads all weights once: cuBLAS does so at 2.5 to 4.1 of 4.6 TB/s, and cuts narrow
-products in parts which another launch adds. On an H200, Llama-3.1-8B's shape, us of a layer's four
-products with the activation: 1 token 127.2 by cuBLAS and 111.8 here, 8 tokens 127.4 and 117.0, 16
-tokens 128.5 and 117.1. At 64 cuBLAS is faster by itself (131.2 and 135.6), but for the gated one:
-71.8 and 61.1.
+A decode step reads all weights once. cuBLAS does so at 2.5 to 4.1 of 4.6 TB/s, and splits narrow
+products into parts that a second launch adds. On an H200, with Llama-3.1-8B's shapes, a layer's
+four products with the activation take, in us: 1 token 127.2 with cuBLAS and 111.8 here, 8 tokens
+127.4 and 117.0, 16 tokens 128.5 and 117.1. At 64 tokens cuBLAS is faster (131.2 and 135.6), except
+for the gated product: 71.8 and 61.1.
 """
 # mypy: allow-untyped-defs
 
@@ -22,15 +22,15 @@ from kvfold.ops.common.step_kernel import step_kernel
 from kvfold.ops.decode.kernels import after_launch
 
 FEW, GATED = 16, 64  # most tokens of a product, and of a gated one
-ONE = {"COLUMNS": 4, "DEPTH": 512, "num_warps": 2}  # as measured, of one token
-SEVERAL = {"COLUMNS": 64, "DEPTH": 128, "num_warps": 4}  # of more
+ONE = {"COLUMNS": 4, "DEPTH": 512, "num_warps": 2}  # measured best for one token
+SEVERAL = {"COLUMNS": 64, "DEPTH": 128, "num_warps": 4}  # measured best for more tokens
 STAGES = {1: 3, 16: 6, 32: 5, 64: 4}  # by tokens of a program
 BLOCK = 1024  # numbers of a program of `act_kernel`
 
 
 @triton.jit
 def _gate(gate, up, like):
-    """silu(gate) * up, of products as they are without a kernel of their own."""
+    """silu(gate) * up, with both first rounded to the dtype `like`, as separate kernels would."""
     gate, up = gate.to(like).to(tl.float32), up.to(like).to(tl.float32)
     return gate / (1 + tl.exp(-gate)) * up
 
@@ -48,10 +48,10 @@ def one_kernel(
     sums = tl.zeros([COLUMNS, DEPTH], tl.float32)
     up_sums = tl.zeros([COLUMNS, DEPTH], tl.float32)
     for start in tl.range(0, K, DEPTH, num_stages=STAGES):
-        a = tl.load(x + start + depth).to(tl.float32)[None, :]
-        sums += tl.load(row + start).to(tl.float32) * a
+        inputs = tl.load(x + start + depth).to(tl.float32)[None, :]
+        sums += tl.load(row + start).to(tl.float32) * inputs
         if GATED:
-            up_sums += tl.load(row + N.to(tl.int64) * K + start).to(tl.float32) * a
+            up_sums += tl.load(row + N.to(tl.int64) * K + start).to(tl.float32) * inputs
     total = tl.sum(sums, 1)
     if GATED:
         total = _gate(total, tl.sum(up_sums, 1), x.dtype.element_ty)
@@ -66,35 +66,35 @@ def few_kernel(
     TOKENS: tl.constexpr, GATED: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Program i: COLUMNS outputs of all tokens, at most TOKENS. Weights are the left operand, of
-    which tensor cores take the most rows."""
+    """Program i: COLUMNS outputs of all tokens, at most TOKENS. Weights are the left operand, since
+    tensor cores take the most rows of it."""
     after_launch(PDL)
     column, depth = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
     token = tl.arange(0, TOKENS)[None, :]
-    inside = token < num_tokens
+    in_range = token < num_tokens
     row = weight + column[:, None].to(tl.int64) * K + depth[None, :]
     sums = tl.zeros([COLUMNS, TOKENS], tl.float32)
     up_sums = tl.zeros([COLUMNS, TOKENS], tl.float32)
     for start in tl.range(0, K, DEPTH, num_stages=STAGES):
-        a = tl.load(x + token * K + (start + depth)[:, None], inside, 0.0)
-        sums = tl.dot(tl.load(row + start), a, sums)
+        inputs = tl.load(x + token * K + (start + depth)[:, None], in_range, 0.0)
+        sums = tl.dot(tl.load(row + start), inputs, sums)
         if GATED:
-            up_sums = tl.dot(tl.load(row + N.to(tl.int64) * K + start), a, up_sums)
+            up_sums = tl.dot(tl.load(row + N.to(tl.int64) * K + start), inputs, up_sums)
     if GATED:
         sums = _gate(sums, up_sums, x.dtype.element_ty)
     if bias is not None:
         sums += tl.load(bias + column).to(tl.float32)[:, None]
-    tl.store(out + token * N + column[:, None], sums.to(x.dtype.element_ty), inside)
+    tl.store(out + token * N + column[:, None], sums.to(x.dtype.element_ty), in_range)
 
 
 @triton.jit
 def act_kernel(both, out, N, BLOCK: tl.constexpr):
-    """Program (token, i): BLOCK numbers of silu(gate) * up of a token's [2 N]."""
-    token, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside, row = at < N, both + token * 2 * N
-    gate, up = tl.load(row + at, inside, 0.0), tl.load(row + N + at, inside, 0.0)
+    """Program (token, i): BLOCK numbers of silu(gate) * up, from a row of `both` [tokens, 2 N]."""
+    token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    in_range, row = column < N, both + token * 2 * N
+    gate, up = tl.load(row + column, in_range, 0.0), tl.load(row + N + column, in_range, 0.0)
     result = _gate(gate, up, both.dtype.element_ty)
-    tl.store(out + token * N + at, result.to(both.dtype.element_ty), inside)
+    tl.store(out + token * N + column, result.to(both.dtype.element_ty), in_range)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -112,7 +112,7 @@ def gated(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def unserved(x: Tensor, weight: Tensor) -> str | None:
-    """Why `product` does not serve these tensors, or None."""
+    """Why `product` does not support these tensors, or None."""
     if x.dtype.itemsize != 2 or x.dtype != weight.dtype:
         return f"{x.dtype} by {weight.dtype}"
     if len(weight) % (2 * SEVERAL["COLUMNS"]) or weight.shape[1] % ONE["DEPTH"]:
@@ -125,8 +125,7 @@ def unserved(x: Tensor, weight: Tensor) -> str | None:
 def product(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False
 ) -> Tensor:
-    """The kernels of x [.., K], of at most 64 tokens, 1 where sums are taken without tensor
-    cores."""
+    """Run the kernel on x [.., K] of 1 to 64 tokens; a single token does without tensor cores."""
     number, inputs = _num_tokens(x), weight.shape[1]
     assert weight.is_contiguous() and 0 < number <= GATED, (weight.stride(), number)
     outputs = len(weight) // (1 + gated)
@@ -142,7 +141,7 @@ def product(
 
 
 def activated(both: Tensor) -> Tensor:
-    """silu(gate) * up of products [.., 2 N], rows one behind another."""
+    """Return silu(gate) * up [.., N] of products [.., 2 N]; gate is the first half."""
     both = both.contiguous()
     numbers = both.shape[-1] // 2
     out = both.new_empty(*both.shape[:-1], numbers)

@@ -1,11 +1,11 @@
-"""The linear maps around attention over a compressed cache, for the tokens of one step.
+"""Apply the linear maps around attention over a compressed cache, for the tokens of one step.
 
 Before attention, queries, keys and values become queries in score space and cache entries; after
 it, the weighted sums of values become the model's outputs.
 
 Shapes: N tokens; Hq / Hk query / KV heads, G = Hq / Hk; d, dv head dims of keys and values; n value
-latents, each of h adjacent heads; r, s widest rank of keys and values; R numbers of a cache entry;
-B sequences of T tokens.
+latents, each shared by h adjacent heads; r, s largest ranks of keys and values; R numbers of a
+cache entry; B sequences of T tokens.
 """
 
 from dataclasses import dataclass, field
@@ -23,18 +23,19 @@ def _unsupported(dtype: torch.dtype) -> str | None:
     return None if dtype.itemsize == 2 else f"numbers of {dtype}"
 
 
-# Each has `score_space` and `outputs`, and what they need of maps: `pack_entries`, `pack_outputs`.
+# Each module has `score_space` and `outputs`, and `pack_entries` and `pack_outputs`, which prepare
+# the weights for them.
 MAPS = Operation(__name__, {"triton": _unsupported})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EntryMaps:
-    """How a layer's cache entries are made, and queries that score them.
+    """Weights that turn queries, keys and values into score-space queries and cache entries.
 
-    key_up, key_down [Hk, d, r], key_shift [Hk, r]: of one key latent a KV head; value_down
-    [n, h dv, s], value_shift [n, s]; key_ranks, value_ranks: numbers that each latent stores,
-    beyond which maps are zero; head_dim: dv; queries: G; packed: weights as the kernel reads them,
-    None where plain PyTorch serves.
+    key_up, key_down [Hk, d, r] and key_shift [Hk, r]: one key latent per KV head. value_down
+    [n, h dv, s], value_shift [n, s]: per value latent. key_ranks, value_ranks: numbers stored per
+    latent; the maps are zero beyond them. head_dim: dv. queries: G. packed: weights in the layout
+    that the kernel reads, None for plain PyTorch.
     """
 
     key_up: Tensor
@@ -55,16 +56,17 @@ class EntryMaps:
 
     @property
     def entry_width(self) -> int:
-        """R."""
+        """Numbers of a cache entry, R."""
         return sum(self.key_ranks) + sum(self.value_ranks)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OutputMaps:
-    """How outputs are made from what attention adds up.
+    """Weights that turn attention's weighted sums of values into the model's outputs.
 
-    value_up [Hk, dv, s] and mean [Hk, dv] of every KV head; ranks: of the latent of each, beyond
-    which maps are zero; queries: G.
+    value_up [Hk, dv, s] and mean [Hk, dv]: per KV head. ranks: of each KV head's latent; the maps
+    are zero beyond it. queries: G. packed: weights in the layout that the kernel reads, None for
+    plain PyTorch.
     """
 
     value_up: Tensor
@@ -79,17 +81,17 @@ class OutputMaps:
 
     @property
     def output_width(self) -> int:
-        """Hq dv."""
+        """Numbers of a token's output, Hq dv."""
         return self.mean.numel() * self.queries
 
 
 def score_space(
     maps: EntryMaps, query: Tensor, key: Tensor | None, value: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Queries [Hq, N, r] that score cache entries, and the entries [N, R] of the tokens.
+    """Return queries [Hq, N, r] in score space, and the cache entries [N, R] of the tokens.
 
-    query [N, Hq, d], key [N, Hk, d], value [N, n h, dv]: any strides; key and value are None where
-    another layer stores them, then so are the entries.
+    query [N, Hq, d], key [N, Hk, d], value [N, n h, dv]: any strides. If another layer stores keys
+    and values, key and value are None, and so are the entries.
     """
     result: tuple[Tensor, Tensor | None]
     result = _module(maps.key_up).score_space(maps, query, key, value)
@@ -99,9 +101,11 @@ def score_space(
 def outputs(
     maps: OutputMaps, out: Tensor, into: Tensor | None = None, *, mapped: bool = False
 ) -> Tensor:
-    """What attention adds up, out [B, Hq, T, s], as the model's outputs [B, T, Hq dv]. into:
-    contiguous memory where they are written, unless autograd records them; mapped: values were
-    mapped before attention, out [B, Hq, T, dv]."""
+    """Map attention's sums, out [B, Hq, T, s], to the model's outputs [B, T, Hq dv].
+
+    into: contiguous memory for the result, not used if autograd records the call. mapped: values
+        were mapped before attention, so out is [B, Hq, T, dv] and only the mean is added.
+    """
     if mapped:
         return with_mean(maps, out.transpose(1, 2).unflatten(2, (-1, maps.queries)), into)
     result: Tensor = _module(maps.value_up).outputs(maps, out, into)
@@ -109,7 +113,7 @@ def outputs(
 
 
 def with_mean(maps: OutputMaps, out: Tensor, into: Tensor | None = None) -> Tensor:
-    """out [B, T, Hk, G, dv] plus the mean of each KV head, in one pass: [B, T, Hq dv]."""
+    """Add the mean of each KV head to out [B, T, Hk, G, dv], in one pass: [B, T, Hq dv]."""
     if torch.is_grad_enabled() and out.requires_grad:
         return (out + maps.mean[:, None]).flatten(2)
     to = out.new_empty(*out.shape[:2], maps.output_width) if into is None else into

@@ -7,11 +7,11 @@ from kvfold.ops.maps import EntryMaps, OutputMaps, with_mean
 
 
 def pack_entries(maps: EntryMaps) -> None:
-    """Nothing is packed."""
+    """Return None: plain PyTorch reads the weights as they are."""
 
 
 def pack_outputs(maps: OutputMaps) -> None:
-    """Nothing is packed."""
+    """Return None: plain PyTorch reads the weights as they are."""
 
 
 def score_space(
@@ -30,7 +30,7 @@ def score_space(
 
 
 def _parts(z: Tensor, ranks: tuple[int, ...]) -> list[Tensor]:
-    """Latents z [n, N, r] without padding, side by side: each [N, .]."""
+    """Return latents z [n, N, r] without padding: tensors [N, .] to concatenate."""
     if all(rank == z.shape[2] for rank in ranks):
         return [z.transpose(0, 1).flatten(1)]
     return [latent[:, :rank] for latent, rank in zip(z, ranks, strict=True)]

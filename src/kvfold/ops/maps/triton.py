@@ -1,8 +1,9 @@
-"""Maps around attention of few tokens: one launch in front of it and one behind. Triton.
+"""Apply the maps around attention to few tokens: one Triton launch before it and one after it.
 
-Shapes as in `ops.maps`. A launch is a list of products, each of a slice of a token's numbers with a
-weight [K, columns]. Products are cut into tiles of COLUMNS columns: a program takes one tile of
-weights, and TOKENS inputs. Query heads that share a weight count as so many tokens.
+Shapes as in `ops.maps`. A launch computes a list of products, each of a slice of a token's numbers
+with a weight [K, columns]. Products are cut into tiles of COLUMNS columns: a program takes one tile
+of weights and TOKENS inputs. If several query heads share a weight, each head of a token is an
+input.
 """
 # mypy: allow-untyped-defs
 
@@ -21,20 +22,23 @@ from kvfold.ops.common.step_kernel import step_kernel
 from kvfold.ops.decode.kernels import after_launch
 from kvfold.ops.maps import EntryMaps, OutputMaps, reference
 
-FEW = 256  # most tokens; of more, plain PyTorch keeps tiles of weights
-COLUMNS = 16  # of a tile: as few as tensor cores take, so that many programs share the reading
+FEW = 256  # most tokens; above, plain PyTorch reuses tiles of weights
+COLUMNS = 16  # of a tile: the fewest for tensor cores, so that many programs share the reading
 DEPTH = 128  # most inputs that a program multiplies at once
 STAGES = {16: 6, 32: 5, 64: 4}  # by tokens of a program
 WARPS = {16: 2, 32: 4, 64: 4}
 ALIGN = 8  # numbers of the widest load
-QUERY, KEY, VALUE = 0, 1, 2  # where inputs of a product come from
+QUERY, KEY, VALUE = 0, 1, 2  # sources of a product's inputs
 FIELDS = 8  # of a tile, see `maps_kernel`
 
 
 class Product(NamedTuple):
-    """weight [K, columns] of the inputs from head `head` of `source` on, plus bias [columns], to
-    column `begin` of outputs. heads: so many heads one after another have this weight, each for
-    itself; their outputs are `step` apart."""
+    """A product with weight [K, columns], plus bias [columns].
+
+    source, head: inputs begin at this head of QUERY, KEY or VALUE. begin: first column of the
+        outputs. heads: number of adjacent heads that share this weight; their outputs are `step`
+        columns apart.
+    """
 
     source: int
     head: int
@@ -46,10 +50,13 @@ class Product(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """weights: of all tiles, one after another, each [K / depth, COLUMNS, depth], so that a step of
-    a program's loop reads adjacent bytes; biases fp32 [tiles, COLUMNS]; table int32
-    [tiles, FIELDS]; num_query_tiles: how many come first that take queries; align: what divides
-    every K and widths of heads, up to ALIGN."""
+    """The weights of a launch, in the layout that the kernel reads.
+
+    weights: all tiles, one after another, each [K / depth, COLUMNS, depth], so that an iteration of
+        a program's loop reads adjacent bytes. biases: fp32 [tiles, COLUMNS]. table: int32
+        [tiles, FIELDS]. depth: inputs that a program multiplies at once. num_query_tiles: number of
+        tiles that read queries; they come first. align: divides every K, up to ALIGN.
+    """
 
     weights: Tensor
     biases: Tensor
@@ -83,15 +90,18 @@ class Packed(NamedTuple):
 
 
 def depth_of(sizes: Sequence[int]) -> int:
-    """Inputs that a program multiplies at once, of products of so many each: the most that fill
-    nothing up with zeros, or at least a fourth of the most."""
+    """Return how many inputs a program multiplies at once, for products with these numbers of
+    inputs.
+
+    The larger of two powers of two if it divides all sizes, else the smaller one.
+    """
     most = min(DEPTH, max(16, power_of_two(max(sizes, default=0))))
     fitting = (most >> i for i in range(2) if all(x % (most >> i) == 0 for x in sizes))
     return next(fitting, max(16, most >> 1))
 
 
 def _tiles(weight: Tensor, depth: int) -> Tensor:
-    """A weight [K, columns] as tiles [.., K / depth, COLUMNS, depth], filled up with zeros."""
+    """Cut a weight [K, columns] into tiles [.., K / depth, COLUMNS, depth], padded with zeros."""
     rows, columns = weight.shape
     padded = pad(weight.detach(), (0, -columns % COLUMNS, 0, -rows % depth))
     cut = padded.view(cdiv(rows, depth), depth, cdiv(columns, COLUMNS), COLUMNS)
@@ -99,7 +109,8 @@ def _tiles(weight: Tensor, depth: int) -> Tensor:
 
 
 def _rows(product: Product, begin: int, size: int) -> Iterator[tuple[int, ...]]:
-    """Of the table: a product's tiles, of `size` weights each, which begin at `begin`."""
+    """Yield the table's row for each tile of a product. size: weights of a tile; begin: offset of
+    the first tile."""
     inputs, columns = product.weight.shape
     for tile, first in enumerate(range(0, columns, COLUMNS)):
         yield (
@@ -115,12 +126,12 @@ def _rows(product: Product, begin: int, size: int) -> Iterator[tuple[int, ...]]:
 
 
 def pack_entries(maps: EntryMaps) -> Packed:
-    """For `score_space`: queries first."""
+    """Pack the weights of `score_space`; those for queries come first."""
     return Packed.of([*_of_queries(maps), *_of_entries(maps)], maps.key_up)
 
 
 def pack_outputs(maps: OutputMaps) -> Packed:
-    """For `outputs`."""
+    """Pack the weights of `outputs`."""
     heads, width = maps.queries, maps.mean.shape[1]
     heads_maps = zip(maps.value_up, maps.mean, maps.ranks, strict=True)
     products = [
@@ -155,8 +166,8 @@ def maps_kernel(
     SPAN: tl.constexpr, FIELDS: tl.constexpr, ALIGN: tl.constexpr, TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Program (tile, i): TOKENS of a tile's inputs. x_n, x_h: from a token and from a head to the
-    next; SPAN: numbers of a value head; ALIGN: divides all of these and K."""
+    """Program (tile, i): TOKENS inputs of a tile. x_n, x_h: strides from one token and from one
+    head to the next; SPAN: numbers of a value head; ALIGN: divides all of these and K."""
     tile_row = table + tl.program_id(0) * FIELDS
     source, head, heads = tl.load(tile_row), tl.load(tile_row + 1), tl.load(tile_row + 2)
     K, begin = tl.load(tile_row + 3), tl.load(tile_row + 5)
@@ -166,7 +177,7 @@ def maps_kernel(
         column, depth = tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
         bias = tl.load(biases + tl.program_id(0) * COLUMNS + column)
         item = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-        inside, token, other = item < num_tokens * heads, item // heads, item % heads
+        in_range, token, head_offset = item < num_tokens * heads, item // heads, item % heads
         x, x_n, x_h, span, out, out_n = query, query_n, query_h, SPAN, queries, queries_n
         if source != 0:
             out, out_n = entries, entries_n
@@ -177,36 +188,41 @@ def maps_kernel(
         x, K = tl.multiple_of(x, 2 * ALIGN), tl.multiple_of(K, ALIGN)
         x_n, x_h = tl.multiple_of(x_n, ALIGN), tl.multiple_of(x_h, ALIGN)
         span = tl.multiple_of(span, ALIGN)
-        x_row = x + token * x_n + (head + other) * x_h
+        x_row = x + token * x_n + (head + head_offset) * x_h
         tile = weights + first + column[:, None] * DEPTH + depth[None, :]
         after_launch(PDL)
         sums = tl.zeros([COLUMNS, TOKENS], tl.float32)
         for start in tl.range(0, K, DEPTH, num_stages=STAGES):
             k = start + depth
             at = x_row[None, :] + (k // SPAN * span + k % SPAN)[:, None]
-            a = tl.load(at, inside[None, :] & (k < K)[:, None], 0.0)
+            a = tl.load(at, in_range[None, :] & (k < K)[:, None], 0.0)
             sums = tl.dot(tl.load(tile + start * COLUMNS), a, sums)
         sums += bias[:, None]
-        to = out + token[None, :] * out_n + begin + (other * step)[None, :] + column[:, None]
-        tl.store(to, sums.to(out.dtype.element_ty), inside[None, :] & (column < count)[:, None])
+        target = (
+            out + token[None, :] * out_n + begin + (head_offset * step)[None, :] + column[:, None]
+        )
+        tl.store(
+            target, sums.to(out.dtype.element_ty), in_range[None, :] & (column < count)[:, None]
+        )
 
 
 def score_space(
     maps: EntryMaps, query: Tensor, key: Tensor | None, value: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Like `ops.maps.score_space`. Queries lie [N, Hq, r] in memory, as decoding takes them."""
+    """Like `ops.maps.score_space`. Queries are [N, Hq, r] in memory, the layout that decoding
+    reads."""
     inputs = [query] if key is None or value is None else [query, key, value]
     if not _serves(inputs):
         return reference.score_space(maps, query, key, value)
     packed = maps.packed
     q = query.new_empty(*query.shape[:2], maps.key_up.shape[2])
     if key is None or value is None:
-        how = maps.head_dim, maps.queries, packed.num_query_tiles, len(query) * maps.queries
-        _launch(packed, [query] * 3, q, q, *how)
+        sizes = maps.head_dim, maps.queries, packed.num_query_tiles, len(query) * maps.queries
+        _launch(packed, [query] * 3, q, q, *sizes)
         return q.transpose(0, 1), None
     entries = query.new_empty(len(query), maps.entry_width)
-    how = maps.head_dim, maps.queries, len(packed.table), len(query)
-    _launch(packed, inputs, q, entries, *how)
+    sizes = maps.head_dim, maps.queries, len(packed.table), len(query)
+    _launch(packed, inputs, q, entries, *sizes)
     return q.transpose(0, 1), entries
 
 
@@ -217,15 +233,15 @@ def outputs(maps: OutputMaps, out: Tensor, into: Tensor | None = None) -> Tensor
     if (sequences > 1 and tokens > 1) or not _serves([x]):
         return reference.outputs(maps, out, into)
     to = out.new_empty(sequences, tokens, maps.output_width) if into is None else into
-    flat = to.view(-1, maps.output_width)
+    rows = to.view(-1, maps.output_width)
     packed = maps.packed
-    how = packed.depth, maps.queries, len(packed.table), len(x) * maps.queries
-    _launch(packed, [x] * 3, flat, flat, *how)
+    sizes = packed.depth, maps.queries, len(packed.table), len(x) * maps.queries
+    _launch(packed, [x] * 3, rows, rows, *sizes)
     return to
 
 
 def _serves(inputs: Sequence[Tensor]) -> bool:
-    """Whether the kernel multiplies these [N, heads, numbers]."""
+    """Whether the kernel supports these inputs, each [N, heads, numbers]."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         return False
     return 0 < len(inputs[0]) <= FEW and all(x.stride(-1) == 1 for x in inputs)
@@ -235,8 +251,8 @@ def _launch(
     packed: Packed, inputs: Sequence[Tensor], queries: Tensor, entries: Tensor, span: int,
     heads: int, tiles: int, together: int,
 ) -> None:  # fmt: skip
-    """Of the first tiles. span: as of the kernel; heads: most that share a weight; together: inputs
-    that a program should take, if they are not too many."""
+    """Compute the first `tiles` tiles. span: SPAN of the kernel; heads: most heads that share a
+    weight; together: inputs of a program, if that is a size it supports."""
     if not tiles:
         return
     number, weights = len(inputs[0]), packed.weights
@@ -254,6 +270,7 @@ def _launch(
 
 
 def _strides(x: Tensor) -> tuple[int, int]:
-    """From a token to the next, and from a head: 0 where there is one, whatever PyTorch says."""
+    """Strides from one token and from one head to the next; 0 for a dimension of size 1, for which
+    PyTorch's stride is arbitrary."""
     token, head = (n if size > 1 else 0 for n, size in zip(x.stride(), x.shape[:2], strict=False))
     return token, head

@@ -1,4 +1,4 @@
-"""Gumbel noise on the device, in one pass over the values. Triton.
+"""Add Gumbel noise on the device, in one pass over the values. Triton.
 
 Shapes as in `ops.noise`. A program handles BLOCK tokens of a row.
 """
@@ -16,7 +16,7 @@ BLOCK = 1024
 
 @triton.jit
 def splitmix(start, number):
-    """Like `reference.splitmix`: uint64, which shifts to the right without its sign."""
+    """Like `reference.splitmix`, but uint64, so that shifts to the right do not repeat the sign."""
     bits = start.to(tl.uint64) + (number.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15
     bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9
     bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB
@@ -27,8 +27,8 @@ def splitmix(start, number):
 def gumbel_of(bits):
     """Like `reference.gumbel_of`, to within rounding.
 
-    log1p(-w) is log(u), u = 1 - w as rounded, and what was rounded off, of which the second order
-    is less than fp32 has digits: Triton's own log1p is not interpreted.
+    log1p(-w) is log(u), where u = 1 - w as rounded, plus the rounding error of u to first order;
+    the second order is below fp32's precision. Triton's interpreter has no log1p.
     """
     w = ((bits >> 12).to(tl.float32) + 0.5) * 2.0**-52
     w = tl.minimum(w, 1 - 2.0**-24)
@@ -39,11 +39,11 @@ def gumbel_of(bits):
 @step_kernel
 def gumbel_kernel(values, keys, ids, num_tokens, BLOCK: tl.constexpr):
     """Program (row, i): tokens i * BLOCK ..; values fp32 and ids int64 [r, num_tokens] or None."""
-    row, at = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside, where = at < num_tokens, row.to(tl.int64) * num_tokens + at
-    token = at if ids is None else tl.load(ids + where, inside, 0)
+    row, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    in_range, offset = column < num_tokens, row.to(tl.int64) * num_tokens + column
+    token = column if ids is None else tl.load(ids + offset, in_range, 0)
     noise = gumbel_of(splitmix(tl.load(keys + row), token))
-    tl.store(values + where, tl.load(values + where, inside, 0.0) + noise, inside)
+    tl.store(values + offset, tl.load(values + offset, in_range, 0.0) + noise, in_range)
 
 
 def add_gumbel(values: Tensor, keys: Tensor, ids: Tensor | None = None) -> Tensor:

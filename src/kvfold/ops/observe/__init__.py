@@ -19,14 +19,14 @@ from kvfold.ops.decode import groups as score_space
 
 
 def unsupported_reason(groups: Sequence[Group]) -> str | None:
-    """Why the kernel cannot read these pages, or None. It reads what the decode kernels read, if
-    the pages store metrics."""
+    """Why the kernel cannot read these pages, or None. It reads the pages that the decode kernels
+    read, if they store metrics."""
     if not all(group.layout.tracked for group in groups):
         return "rows without metrics: they are not tracked"
     return score_space.unsupported_reason(groups)
 
 
-# Each has `observe`, which is called as the one below.
+# Each module has `observe`, with the arguments of the function below.
 OBSERVE = Operation(__name__, {"triton": unsupported_reason})
 
 
@@ -40,14 +40,17 @@ def observe(
     q: Tensor, lse: Tensor, positions: Tensor, pages: LayerPages, slots: Tensor, scale: float,
     *, power: int, exclude: int = 0,
 ) -> None:  # fmt: skip
-    """Add sum p^power of these queries to the metrics of the rows they see, p = exp2(s - lse).
+    """Add sum p^power of these queries to the metrics of the tokens they see, p = exp2(s - lse).
 
-    q [B, Hq, W, widest key rank] in score space, zeros beyond a head's own rank; lse fp32
-    [B, Hq, W]: log2-sum-exp2 of the scaled scores over what the query attended to; positions int
-    [B, W], negative: not counted; pages: tracked; slots int64 [B], distinct. Summed over the query
-    heads of a group (KV-Compress §4.1, eq. 9-11, 19, 20). A row at position j counts for a query at
-    i where j <= i - exclude: rows stored after a query have larger positions, so that a late call
-    sees what the query saw. The reference waits for the device, to know the longest group.
+    q: [B, Hq, W, largest key rank] in score space, zeros beyond a head's rank.
+    lse: fp32 [B, Hq, W], log2-sum-exp2 of the scaled scores that the query attended to.
+    positions: int [B, W]; a query with a negative position is not counted.
+    pages: tracked. slots: int64 [B], distinct.
+
+    The sum is over the query heads of a group (KV-Compress §4.1, eq. 9-11, 19, 20). A token at
+    position j counts for a query at position i if j <= i - exclude. Tokens stored after a query
+    have larger positions, so a later call still counts what the query saw. The reference waits for
+    the device, to read the longest length.
     """
     module = OBSERVE.choose(q.device.type, pages.groups).module
     module.observe(q, lse, positions, pages, slots, scale, power=power, exclude=exclude)
@@ -67,5 +70,5 @@ def observe_weights(
     """
     from kvfold.ops.observe import weights_triton
 
-    how = {"power": power, "exclude": exclude}
-    weights_triton.observe_weights(plan, lse, positions, pages, slots, **how)
+    settings = {"power": power, "exclude": exclude}
+    weights_triton.observe_weights(plan, lse, positions, pages, slots, **settings)

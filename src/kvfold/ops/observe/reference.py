@@ -1,5 +1,7 @@
-"""Update eviction metrics from recent queries, gathering all token entries. Shapes as in
-`observe`."""
+"""Update eviction metrics from recent queries in plain PyTorch, gathering all token entries.
+
+Shapes as in `ops.observe`.
+"""
 
 import torch
 from torch import Tensor

@@ -1,8 +1,9 @@
 """Update eviction metrics from recent queries, reading stored keys once for all of them. Triton.
 
-Shapes: B sequences, G groups (KV heads) of a layer, N query heads of each, W queries of a head, so
-that a group has C = N * W columns, QB of them at a time; DK the layer's widest key, rounded up.
-Rows lie on the rows of every matrix product, queries on its columns; codes as in `codes_triton`.
+Shapes: B sequences, G groups (KV heads) of a layer, N query heads per group, W queries per head, so
+that a group has C = N * W columns, of which QB are processed at a time; DK the layer's largest key
+rank, rounded up. In every matrix product, tokens are the rows and queries the columns; codes as in
+`codes_triton`.
 """
 # mypy: allow-untyped-defs
 
@@ -18,8 +19,8 @@ from kvfold.ops.common.step_kernel import step_kernel
 from kvfold.ops.decode.groups import DecodeGroups, decode_groups
 from kvfold.ops.store.segments import plan_blocks
 
-WARPS = 4  # what Hopper's widest matrix products take
-PROGRAMS = 4096  # of a launch, or one a group: some waves, and few that find nothing to do
+WARPS = 4  # of Hopper's widest matrix products
+PROGRAMS = 4096  # of a launch, at least one per group: a few waves, with few idle programs
 
 
 @triton.jit
@@ -28,27 +29,29 @@ def _columns(
     QB: tl.constexpr, DQ: tl.constexpr, DK: tl.constexpr,
     BITS: tl.constexpr, ZEROS: tl.constexpr, POWER: tl.constexpr,
 ):  # fmt: skip
-    """Columns first .. first + QB of a group: q0 .. q3 [., QB], what the middle of the codes adds,
-    sums of queries, log-sum-exps times the power, and the last position that each sees; -1 where a
-    query is not counted.
+    """Load columns first .. first + QB of a group.
 
-    q, lse, positions: pointers to the group's first; size: C; num_kept: W.
+    Returns the queries q0 .. q3 [., QB], the score that the middle of the codes adds, sums of
+    queries, log-sum-exps times the power, and the last position that each query sees; -1 if a query
+    is not counted.
+
+    q, lse, positions: pointers to the first of the group; size: C; num_kept: W.
     """
     C: tl.constexpr = 16 // BITS
     MIDDLE: tl.constexpr = 0.0 if ZEROS else (2**BITS - 1) / 2
     at = first + tl.arange(0, QB)
-    exists = at < size
-    where = q + at.to(tl.int64) * DQ
-    q0, total = load_query(where, exists, width, 0, C, DK // C, BITS)
+    in_range = at < size
+    query_at = q + at.to(tl.int64) * DQ
+    q0, total = load_query(query_at, in_range, width, 0, C, DK // C, BITS)
     q1, q2, q3 = q0, q0, q0
     if BITS < 16:
-        q1, total1 = load_query(where, exists, width, 1, C, DK // C, BITS)
+        q1, total1 = load_query(query_at, in_range, width, 1, C, DK // C, BITS)
         total += total1
     if BITS == 4:
-        q2, total2 = load_query(where, exists, width, 2, C, DK // C, BITS)
-        q3, total3 = load_query(where, exists, width, 3, C, DK // C, BITS)
+        q2, total2 = load_query(query_at, in_range, width, 2, C, DK // C, BITS)
+        q3, total3 = load_query(query_at, in_range, width, 3, C, DK // C, BITS)
         total += total2 + total3
-    position = tl.load(positions + at % num_kept, exists, -1).to(tl.int32)
+    position = tl.load(positions + at % num_kept, in_range, -1).to(tl.int32)
     last = tl.where(position < 0, -1, position - exclude)
     return (
         q0,
@@ -57,15 +60,18 @@ def _columns(
         q3,
         total * (MIDDLE / UNIT),
         total,
-        POWER * tl.load(lse + at, exists, 0.0),
+        POWER * tl.load(lse + at, in_range, 0.0),
         last,
     )
 
 
 @triton.jit
 def _mass(k, columns, scale, zero, position, BITS: tl.constexpr, ZEROS: tl.constexpr):
-    """What columns add to rows: k [BLOCK, words]; scale, zero of every row, in log2 and times the
-    power; position of every row. Returns fp32 [BLOCK]."""
+    """Return what the columns add to the metrics of BLOCK tokens, fp32 [BLOCK].
+
+    k [BLOCK, words]: codes; scale, zero: of every token, in log2 and times the power; position: of
+    every token.
+    """
     q0, q1, q2, q3, low, total, lse, last = columns
     k0, k1, k2, k3 = unpack(k, BITS)
     if BITS == 16:
@@ -91,12 +97,12 @@ def observe_kernel(
     ONCE: tl.constexpr, PAGE: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, g, b): tiles i, i + as many as there are programs .. of a group's rows.
+    """Program (i, g, b): tiles i, i + number of programs, .. of a group's tokens.
 
     q [B, G * N, W, DQ]; lse fp32 [B, G * N, W]; positions [B, W]. keys, scales, ints, floats: the
     arena as words. groups int32 [G, 8]: see `decode_groups`; tracks int32 [2, G]: see `Blocks`.
-    scale: of scores, in log2 and times POWER. ONCE: all columns at once. A row belongs to one
-    program, which adds to its metric: the result does not depend on their order.
+    scale: of scores, in log2 and times POWER. ONCE: all columns fit in one block of QB. Only one
+    program adds to a token's metric, so the result does not depend on the programs' order.
     """
     WORDS: tl.constexpr = 32  # 16-bit ones, that a page offset counts
     g, b = tl.program_id(1), tl.program_id(2)
@@ -104,12 +110,12 @@ def observe_kernel(
     length = tl.load(lengths + slot * length_slot + g)
     tile, num_tiles = tl.program_id(0), tl.cdiv(length, BLOCK)
     if tile < num_tiles:
-        about = groups + 8 * g
-        width, key_row = tl.load(about), tl.multiple_of(tl.load(about + 2), ALIGN)
-        scale_start, scale_row = tl.load(about + 5), tl.load(about + 6)
+        group_row = groups + 8 * g
+        width, key_row = tl.load(group_row), tl.multiple_of(tl.load(group_row + 2), ALIGN)
+        scale_start, scale_row = tl.load(group_row + 5), tl.load(group_row + 6)
         track, metric = tl.load(tracks + g) // 4, tl.load(tracks + G + g) // 4
         size = N * num_kept
-        head = (b * G * N + tl.load(about + 7)).to(tl.int64) * num_kept
+        head = (b * G * N + tl.load(group_row + 7)).to(tl.int64) * num_kept
         q += head * DQ
         lse += head
         positions += b * num_kept
@@ -117,26 +123,26 @@ def observe_kernel(
         row, word = tl.arange(0, BLOCK), tl.arange(0, DK * BITS // 16)[None, :]
         key_codes = (width > 0) & (BITS < 16)
         value_codes = scale_row // (2 if ZEROS else 1) > key_codes.to(tl.int32)
-        if ONCE:  # they stay where matrix products want them
+        if ONCE:  # load them once, outside the loop over tiles
             columns = _columns(
                 q, lse, positions, 0, size, width, num_kept, exclude,
                 QB, DQ, DK, BITS, ZEROS, POWER,
             )  # fmt: skip
         for t in tl.range(tile, num_tiles, tl.num_programs(0), num_stages=STAGES):
             at = t * BLOCK + row
-            inside = at < length
-            page = tl.load(table + at // PAGE, inside, 0).to(tl.int64) * WORDS
+            in_range = at < length
+            page = tl.load(table + at // PAGE, in_range, 0).to(tl.int64) * WORDS
             place = at % PAGE
             k = tl.load(
                 keys + ((page + place * key_row)[:, None] + word),
-                inside[:, None] & (word < key_row),
+                in_range[:, None] & (word < key_row),
                 0,
             )
-            there = page // 2 + place
-            position = tl.load(ints + (there + track), inside, 0)
-            old = tl.load(floats + (there + metric), inside, 0.0)
+            track_row = page // 2 + place
+            position = tl.load(ints + (track_row + track), in_range, 0)
+            old = tl.load(floats + (track_row + metric), in_range, 0.0)
             factor, _, zero, _ = load_scales(
-                scales, page, scale_start, place * scale_row, inside, key_codes, value_codes,
+                scales, page, scale_start, place * scale_row, in_range, key_codes, value_codes,
                 BITS < 16, ZEROS, PAIRED,
             )  # fmt: skip
             factor, zero = factor * scale, zero * scale
@@ -147,12 +153,12 @@ def observe_kernel(
             else:
                 mass = tl.zeros([BLOCK], tl.float32)
                 for first in tl.range(0, size, QB):
-                    some = _columns(
+                    block_columns = _columns(
                         q, lse, positions, first, size, width, num_kept, exclude,
                         QB, DQ, DK, BITS, ZEROS, POWER,
                     )  # fmt: skip
-                    mass += _mass(k, some, factor, zero, position, BITS, ZEROS)
-            tl.store(floats + (there + metric), old + mass, inside)
+                    mass += _mass(k, block_columns, factor, zero, position, BITS, ZEROS)
+            tl.store(floats + (track_row + metric), old + mass, in_range)
 
 
 def observe(
@@ -187,7 +193,7 @@ def observe(
 
 
 def _cut(groups: DecodeGroups) -> tuple[int, int]:
-    """Rows a tile and stages, of which every second one is a tile's keys in flight: its pages have
-    to be looked up first. 32 KB and more a multiprocessor."""
+    """Return tokens of a tile and pipeline stages. A tile's page numbers take one stage and its
+    keys the next, so every second stage holds keys in flight: at least 32 KB per multiprocessor."""
     wide = groups.widths[0] * groups.bits[0] > 1024
     return 64 if wide else 128, 3 if groups.bits[0] == 16 else 5

@@ -19,7 +19,7 @@ from kvfold.ops.latent_decode.plan import LatentPlan
 from kvfold.ops.store.segments import plan_blocks
 
 TILE = 2048  # weights of a tile
-PROGRAMS = 4096  # of a launch, or one a group: some waves, and few that find nothing to do
+PROGRAMS = 4096  # of a launch, at least one per group: a few waves, with few idle programs
 
 
 @step_kernel
@@ -29,11 +29,11 @@ def observe_weights_kernel(
     G: tl.constexpr, NQ: tl.constexpr, NP: tl.constexpr, POWER: tl.constexpr,
     PAGE: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, g, b): tiles i, i + as many as there are programs .. of a group's rows.
+    """Program (i, g, b): tiles i, i + number of programs, .. of a group's tokens.
 
-    weights, tops, bases: of a `Workspace`, and of its plan; lse fp32 [B, G * NQ]; positions [B].
-    ints, floats: the arena as words. tracks int32 [2, G]: see `Blocks`. A row belongs to one
-    program, which adds to its metric: the result does not depend on their order.
+    weights, tops: of a `Workspace`; bases: of its plan; lse fp32 [B, G * NQ]; positions [B]. ints,
+        floats: the arena as words. tracks int32 [2, G]: see `Blocks`. Only one program adds to a
+        token's metric, so the result does not depend on the programs' order.
     """
     WORDS: tl.constexpr = 16  # 32-bit ones, that a page offset counts
     g, b = tl.program_id(1), tl.program_id(2)
@@ -50,10 +50,12 @@ def observe_weights_kernel(
         for t in tl.range(tile, num_tiles, tl.num_programs(0)):
             span = t * SPANS + tl.arange(0, SPANS)
             at = span[:, None] * SPAN + row[None, :]
-            inside = at < length
-            page = tl.load(table + at // PAGE, inside, 0).to(tl.int64) * WORDS
-            place = page + at % PAGE
-            counted = inside & (tl.load(ints + (place + track), inside, 0) <= last)
+            tokens_in_range = at < length
+            page = tl.load(table + at // PAGE, tokens_in_range, 0).to(tl.int64) * WORDS
+            track_row = page + at % PAGE
+            counted = tokens_in_range & (
+                tl.load(ints + (track_row + track), tokens_in_range, 0) <= last
+            )
             in_range = (span * SPAN < length)[:, None] & (n < NQ)[None, :]
             span_rows = (first + span)[:, None] * NQ + n[None, :]
             top = tl.load(tops + span_rows, in_range, float("-inf"))
@@ -65,8 +67,8 @@ def observe_weights_kernel(
             p *= tl.exp2(top - total[None, :])[:, :, None]
             if POWER == 2:
                 p *= p
-            old = tl.load(floats + (place + metric), counted, 0.0)
-            tl.store(floats + (place + metric), old + tl.sum(p, 1), counted)
+            old = tl.load(floats + (track_row + metric), counted, 0.0)
+            tl.store(floats + (track_row + metric), old + tl.sum(p, 1), counted)
 
 
 def observe_weights(

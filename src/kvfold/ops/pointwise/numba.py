@@ -1,7 +1,7 @@
-"""Norms, and queries and keys turned and mapped, in fp32 on CPUs. Numba kernels.
+"""Norms, and RoPE with the maps of queries and keys, in fp32 on CPUs. Numba kernels.
 
-Shapes: T tokens, Hq / Hk query / KV heads, d head dim, w rotary dims, n latents of keys, c numbers
-of a latent's keys, r rank. Batches are of one.
+Shapes: T tokens, Hq / Hk query / KV heads, d head dim, w rotary dims, n key latents, c numbers of
+the keys of a latent, r rank. The batch size is 1.
 """
 
 import numpy as np
@@ -31,7 +31,8 @@ def queries(q: Tensor, tables: Tables | None, up: Tensor) -> Tensor:
 
 
 def keys(k: Tensor, tables: Tables | None, down: Tensor) -> Tensor:
-    """Rotate k [1, T, Hk, d] and multiply it by down [n, c, r]: [1, T, n, r]."""
+    """Rotate k [1, T, Hk, d] by cos, sin [1, T, w] and multiply it by down [n, c, r]: [1, T, n,
+    r]."""
     x, maps = k[0].detach().contiguous().numpy(), down.detach().contiguous().numpy()
     out = np.empty((len(x), len(maps), maps.shape[-1]), dtype=np.float32)
     _keys(x, *_angles(tables, len(x)), maps, out)
@@ -50,18 +51,18 @@ def _angles(tables: Tables | None, tokens: int) -> tuple[np.ndarray, np.ndarray]
 @kernel("void(float32[:,::1], float32[::1], float64, float32[:,::1])", fast=True)
 def _rms_norm(x, weight, eps, out):
     for t in range(len(x)):
-        row, to = x[t], out[t]
+        row, target = x[t], out[t]
         squares = np.float32(0)
         for i in range(len(row)):
             squares += row[i] * row[i]
         factor = np.float32(1 / np.sqrt(squares / len(row) + eps))
         for i in range(len(row)):
-            to[i] = row[i] * factor * weight[i]
+            target[i] = row[i] * factor * weight[i]
 
 
 @kernel(fast=True)
-def turn(x, cos, sin, out):
-    """Rotate x [d] by the angles of its first w numbers, in pairs (i, i + w / 2)."""
+def rotate(x, cos, sin, out):
+    """Rotate x [d] by RoPE: its first w numbers, in pairs (i, i + w / 2)."""
     width = len(cos)
     half = width // 2
     for i in range(half):
@@ -83,7 +84,7 @@ def _queries(q, cos, sin, up, out):
     for h in range(len(up)):
         for g in range(group):
             for t in range(tokens):
-                turn(q[t, h * group + g], cos[t], sin[t], rotated[g * tokens + t])
+                rotate(q[t, h * group + g], cos[t], sin[t], rotated[g * tokens + t])
         head_out = out[h * group : (h + 1) * group].reshape(group * tokens, rank)
         mix(rotated, up[h].reshape(-1), rank, dim, head_out)
 
@@ -100,8 +101,8 @@ def _keys(k, cos, sin, down, out):
     for n in range(len(down)):
         for t in range(tokens):
             for g in range(group):
-                to = rotated[t, g * dim : (g + 1) * dim]
-                turn(k[t, n * group + g], cos[t], sin[t], to)
+                target = rotated[t, g * dim : (g + 1) * dim]
+                rotate(k[t, n * group + g], cos[t], sin[t], target)
         latents[:] = 0
         mix(rotated, down[n].reshape(-1), rank, group * dim, latents)
         out[:, n] = latents

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvfold.ops.backend import Operation
 
-# Each has `with_sinks`, which serves all data.
+# Each module has `with_sinks`, which supports all data.
 SINKS = Operation(__name__, {"triton": lambda: None})
 
 

@@ -1,6 +1,6 @@
-"""Sinks beside scores, in one launch. Triton.
+"""Correct attention outputs for attention sinks, in one launch. Triton.
 
-Shapes as in `ops.sinks`. A program handles one output.
+Shapes as in `ops.sinks`. A program handles the output of one query.
 """
 # mypy: allow-untyped-defs
 
@@ -29,13 +29,13 @@ def sinks_kernel(
     column = tl.arange(0, BLOCK)
     sink = tl.load(sinks + h) * LOG2_E
     after_launch(PDL)
-    before = tl.load(lse + item)
-    peak = tl.maximum(before, sink)
-    share = tl.exp2(before - peak)
+    old_lse = tl.load(lse + item)
+    peak = tl.maximum(old_lse, sink)
+    share = tl.exp2(old_lse - peak)
     mass = share + tl.exp2(sink - peak)
-    place = out + b * o_b + h * o_h + t * o_t + column
-    x = tl.load(place, column < DV, 0.0).to(tl.float32)
-    tl.store(place, x * (share / mass), column < DV)
+    target = out + b * o_b + h * o_h + t * o_t + column
+    x = tl.load(target, column < DV, 0.0).to(tl.float32)
+    tl.store(target, x * (share / mass), column < DV)
     tl.store(total + item, peak + tl.log2(mass))
 
 
