@@ -15,25 +15,27 @@ from kvfold.ops.prefill.rows import KVView, Seen
 
 __all__ = ["KVView", "Seen", "peaks", "prefill", "prefill_among", "why_not"]
 
-# Each has `prefill` and `prefill_among`, which are called as those below, or `peaks`.
+# Modules of PREFILL have `prefill` and `prefill_among`, those of PEAKS have `peaks`, with the
+# arguments of the functions below.
 PREFILL = Operation(__name__, {"triton": unsupported_reason})
 PEAKS = Operation(__name__, {"triton_peaks": unsupported_reason})
 
 
 def why_not(q: Tensor, keys: KVView, values: KVView) -> str | None:
-    """Why `prefill` falls back to plain PyTorch, head by head; None if a kernel runs."""
+    """Why `prefill` falls back to plain PyTorch, one head after another; None if a kernel runs."""
     return PREFILL.why_not(q.device.type, *_data(q, keys, values))
 
 
 def prefill(
     q: Tensor, keys: KVView, values: KVView, seen: Seen, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """softmax(q k^T * scale) v over what every query may see.
+    """Return softmax(q k^T * scale) v over the tokens that each query sees.
 
-    q [B, Hq, T, dk], any strides but 1 for the last, zeros beyond a head's own rank; softcap:
-    scaled scores become softcap * tanh(score / softcap). Returns out [B, Hq, T, dv], 0 beyond a
-    head's rank and where nothing is seen, and the log2-sum-exp2 of the scores, fp32 [B, Hq, T],
-    -inf where nothing is seen.
+    q: [B, Hq, T, dk], last stride 1, zeros beyond a head's rank.
+    softcap: scaled scores become softcap * tanh(score / softcap).
+
+    Returns out [B, Hq, T, dv], 0 beyond a head's rank and for queries that see no token, and the
+    log2-sum-exp2 of the scores, fp32 [B, Hq, T], -inf for queries that see no token.
     """
     return _module(q, keys, values, seen).prefill(q, keys, values, seen, scale, softcap)
 
@@ -41,8 +43,8 @@ def prefill(
 def prefill_among(
     q: Tensor, keys: KVView, values: KVView, seen: Seen, scale: float, among: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Like `prefill`, for tokens with positions; also return the log2-sum-exp2 fp32 [B, Hq, T] of
-    the scores of only those visible tokens that `among` bool [B, G, S] selects, -inf if there are
+    """Like `prefill`, for tokens with positions. Also returns the log2-sum-exp2, fp32 [B, Hq, T],
+    of the scores of those visible tokens that `among` bool [B, G, S] selects, -inf if there are
     none."""
     return _module(q, keys, values, seen).prefill_among(q, keys, values, seen, scale, among)
 
@@ -51,12 +53,13 @@ def peaks(
     q: Tensor, keys: KVView, bias: Tensor, counted: Tensor, owner: tuple[int, ...], scale: float,
     of_rows: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The largest weight of every token for any query of any query head of a KV head: max exp2(q
-    k^T * scale * log2 e + bias), times of_rows; fp32 [B, Hk, S].
+    """Return the largest attention weight of every token over all queries of all query heads of a
+    KV head: max exp2(q k^T * scale * log2 e + bias) * of_rows; fp32 [B, Hk, S].
 
-    q [B, Hq, T, dk] as in `prefill`; bias fp32 [B, Hq, T]: -lse of a softmax, to get its largest
-    weights; counted bool [B, G, S]: tokens that all queries see, the result is 0 for the others;
-    owner: group of every KV head; of_rows fp32 [B, Hq, S].
+    q: [B, Hq, T, dk] as in `prefill`.
+    bias: fp32 [B, Hq, T]; -lse of a softmax gives its largest weights.
+    counted: bool [B, G, S], tokens that all queries see; the result is 0 for the others.
+    owner: group of every KV head. of_rows: fp32 [B, Hq, S].
     """
     dtypes = frozenset((q.dtype, keys.data.dtype))
     module = PEAKS.choose(q.device.type, dtypes, keys.ranks, (0,)).module

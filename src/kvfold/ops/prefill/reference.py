@@ -1,4 +1,4 @@
-"""Attention of many new tokens, written out head by head. Shapes as in `prefill`."""
+"""Attention of many new tokens in plain PyTorch, one head after another. Shapes as in `prefill`."""
 
 import torch
 from torch import Tensor
@@ -11,8 +11,8 @@ def prefill(
     q: Tensor, keys: KVView, values: KVView, seen: Seen, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Like `ops.prefill.prefill`, in fp32 (fp64 for fp64 queries)."""
-    there = torch.ones(1, len(seen.counts[0]), 1, dtype=torch.bool, device=q.device)
-    return prefill_among(q, keys, values, seen, scale, there, softcap)[:2]
+    all_tokens = torch.ones(1, len(seen.counts[0]), 1, dtype=torch.bool, device=q.device)
+    return prefill_among(q, keys, values, seen, scale, all_tokens, softcap)[:2]
 
 
 def prefill_among(
@@ -24,19 +24,19 @@ def prefill_among(
     out = q.new_zeros(*q.shape[:3], max(values.ranks))
     lse, lse_among = torch.empty(2, *q.shape[:3], dtype=torch.float32, device=q.device)
     for h, g in enumerate(seen.owner):
-        mine, rank = slice(h * group, (h + 1) * group), keys.ranks[h]
+        query_heads, rank = slice(h * group, (h + 1) * group), keys.ranks[h]
         visible = seen.of(g, keys.data.shape[1])[:, None]
         k, v = keys.head(h).to(dtype)[:, None], values.head(h).to(dtype)[:, None]
-        # Rows that are not seen may be anything, NaN included.
+        # Tokens that no query sees may hold any values, NaN included.
         v = v.masked_fill(~visible.any(2)[..., None], 0)
-        scores = capped(q[:, mine, :, :rank].to(dtype) @ k.mT * scale, softcap)
+        scores = capped(q[:, query_heads, :, :rank].to(dtype) @ k.mT * scale, softcap)
         scores = scores.masked_fill(~visible, -torch.inf)
         total = scores.logsumexp(-1, keepdim=True)
         weights = torch.where(visible, (scores - total).exp(), 0)
-        out[:, mine, :, : values.ranks[h]] = (weights @ v).to(q.dtype)
-        lse[:, mine] = (total[..., 0] * LOG2_E).float()
-        some = scores.masked_fill(~among[:, g, None, None], -torch.inf).logsumexp(-1)
-        lse_among[:, mine] = (some * LOG2_E).float()
+        out[:, query_heads, :, : values.ranks[h]] = (weights @ v).to(q.dtype)
+        lse[:, query_heads] = (total[..., 0] * LOG2_E).float()
+        selected = scores.masked_fill(~among[:, g, None, None], -torch.inf).logsumexp(-1)
+        lse_among[:, query_heads] = (selected * LOG2_E).float()
     return out, lse, lse_among
 
 
@@ -49,12 +49,12 @@ def peaks(
     out = torch.zeros(len(q), heads, keys.data.shape[1], dtype=torch.float32, device=q.device)
     group = q.shape[1] // heads
     for h, g in enumerate(owner):
-        mine = slice(h * group, (h + 1) * group)
-        some = counted[:, g].any(0).nonzero()[:, 0]
-        k = keys.head(h)[:, some].to(dtype)[:, None]
-        scores = q[:, mine, :, : keys.ranks[h]].to(dtype) @ k.mT * (scale * LOG2_E)
-        worth = (scores + bias[:, mine, :, None]).amax(2).exp2()
+        query_heads = slice(h * group, (h + 1) * group)
+        tokens = counted[:, g].any(0).nonzero()[:, 0]
+        k = keys.head(h)[:, tokens].to(dtype)[:, None]
+        scores = q[:, query_heads, :, : keys.ranks[h]].to(dtype) @ k.mT * (scale * LOG2_E)
+        worth = (scores + bias[:, query_heads, :, None]).amax(2).exp2()
         if of_rows is not None:
-            worth = worth * of_rows[:, mine][..., some]
-        out[:, h, some] = worth.amax(1).float().where(counted[:, g, some], 0.0)
+            worth = worth * of_rows[:, query_heads][..., tokens]
+        out[:, h, tokens] = worth.amax(1).float().where(counted[:, g, tokens], 0.0)
     return out

@@ -10,8 +10,8 @@ from torch import Tensor
 class KVView:
     """Keys or values of every KV head inside one tensor.
 
-    Row s of head h of sequence b begins at element b * data.stride(0) + s * data.stride(1) +
-    starts[h] of `data` [B, S, ...] and has ranks[h] numbers. Heads may share rows.
+    Token s of head h of sequence b begins at element b * data.stride(0) + s * data.stride(1) +
+    starts[h] of `data` [B, S, ...] and has ranks[h] numbers. Heads may share numbers.
     """
 
     data: Tensor
@@ -19,7 +19,7 @@ class KVView:
     ranks: tuple[int, ...]
 
     def head(self, number: int) -> Tensor:
-        """Rows of one head, [B, S, rank]: a view."""
+        """Return one head's keys or values, a view [B, S, rank]."""
         size = (*self.data.shape[:2], self.ranks[number])
         first = self.data.storage_offset() + self.starts[number]
         return self.data.as_strided(size, (*self.data.stride()[:2], 1), first)
@@ -27,12 +27,12 @@ class KVView:
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """Which tokens queries see: token s of head h, if s < counts[b, owner[h]] and query - window <
-    position <= query.
+    """Which tokens each query sees: token s of head h if s < counts[b, owner[h]] and query - window
+    < position <= query.
 
-    counts int [B, G]: tokens stored per group; owner: group of every KV head; positions int32
-    [B, G, S] of the tokens, or None: their index; queries int [B, T]: positions, ascending; window:
-    sliding window.
+    counts: int [B, G], tokens stored per group. owner: group of every KV head. positions: int32
+        [B, G, S] of the tokens; None: a token's position is its index. queries: int [B, T],
+        positions of the queries, ascending. window: sliding window, in tokens.
     """
 
     counts: Tensor
@@ -42,9 +42,9 @@ class Seen:
     window: int | None = None
 
     def of(self, group: int, size: int) -> Tensor:
-        """Of `size` rows of a group, those that every query sees: bool [B, T, S]."""
+        """Return which of the first `size` tokens of a group each query sees: bool [B, T, S]."""
         row = torch.arange(size, device=self.queries.device)
         position = (row if self.positions is None else self.positions[:, group])[..., None, :]
-        there, queries = row < self.counts[:, group, None], self.queries[..., None]
-        seen = there[:, None] & (position <= queries)
+        exists, queries = row < self.counts[:, group, None], self.queries[..., None]
+        seen = exists[:, None] & (position <= queries)
         return seen if self.window is None else seen & (position > queries - self.window)

@@ -1,8 +1,8 @@
-"""The largest attention weight of every token over a chunk's queries: Triton kernel and its
+"""Find the largest attention weight of every token over a chunk's queries: Triton kernel and
 launches.
 
-Shapes as in `prefill`, units and classes as in `prefill.plan`; N = Hq / Hk query heads of a KV
-head; BM queries of a tile, all of one head; BN tokens of a tile.
+Shapes as in `prefill`, units and classes as in `prefill.plan`; N = Hq / Hk query heads per KV head;
+BM queries of a tile, all of one head; BN tokens of a tile.
 """
 # mypy: allow-untyped-defs
 
@@ -25,7 +25,7 @@ INTEGERS = ("q_b", "q_h", "q_t", "k_b", "k_s", "c_b", "c_g", "B", "U", "T", "H",
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
+class PeaksCut:
     """Tuning of the kernel: tokens and queries of a tile, warps, pipeline stages."""
 
     rows: int = 128
@@ -41,76 +41,76 @@ def peaks_kernel(
     N: tl.constexpr, DK: tl.constexpr, EK: tl.constexpr, EXACT: tl.constexpr, ALIGN: tl.constexpr,
     WORTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows of one unit, with all queries.
+    """One tile of tokens of one unit, with all queries.
 
-    bias fp32 [B, H, tiles * BM], H query heads, -inf behind T; counted int8 [B, G, S]; of_rows:
-    log2 of it, fp32 [B, H, S], where WORTH; out fp32 [B, Hk, S]; units: see `prefill_kernel`;
-    scale: times log2 e. A row's largest exponent is kept by query of a tile, and is raised to a
-    power once.
+    bias fp32 [B, H, tiles * BM], H query heads, -inf beyond T; counted int8 [B, G, S]; of_rows: its
+    log2, fp32 [B, H, S], used if WORTH; out fp32 [B, Hk, S]; units: see `prefill_kernel`; scale:
+    times log2 e. The loop keeps the largest exponent per token and column of a query tile, so that
+    exp2 is computed once.
     """
     item = tl.program_id(0)
     unit, b = units + item % U * 8, (item // U % B).to(tl.int64)
     first = item // (U * B) * BN
     kv_head, group = tl.load(unit), tl.load(unit + 1)
     row = first + tl.arange(0, BN)
-    inside = row < S
-    wanted = tl.load(counted + b * c_b + group * c_g + row, inside, 0) != 0
+    in_range = row < S
+    wanted = tl.load(counted + b * c_b + group * c_g + row, in_range, 0) != 0
     worth = tl.zeros([BN], tl.float32)
     if tl.max(wanted.to(tl.int32)) > 0:
         k_s, q_h, q_t = _multiple(k_s, ALIGN), _multiple(q_h, ALIGN), _multiple(q_t, ALIGN)
         rank = tl.multiple_of(tl.load(unit + 3).to(tl.int32), ALIGN)
         keys += tl.multiple_of(b * k_b + tl.load(unit + 2), ALIGN) + k_s.to(tl.int64) * first
-        k0 = _load(keys, k_s, rank, inside, 0, DK, BN, EXACT, True)
+        k0 = _load(keys, k_s, rank, in_range, 0, DK, BN, EXACT, True)
         k1 = k0
         if EK > 0:
-            k1 = _load(keys, k_s, rank, inside, DK, EK, BN, EXACT, True)
+            k1 = _load(keys, k_s, rank, in_range, DK, EK, BN, EXACT, True)
         peak = tl.full([BN, BM], float("-inf"), tl.float32)
         tiles = tl.cdiv(T, BM)
         column = tl.arange(0, DK)
         for i in tl.range(0, N * tiles, num_stages=STAGES):
             head, start = kv_head * N + i // tiles, i % tiles * BM
-            t = tl.minimum(tl.arange(0, BM), T - 1 - start)  # the last one again
+            t = tl.minimum(tl.arange(0, BM), T - 1 - start)  # beyond T, repeat the last query
             place = b * q_b + head * q_h + start.to(tl.int64) * q_t
             at = q + tl.multiple_of(place, ALIGN) + (t * q_t)[:, None]
-            some = tl.load(at + column) if EXACT else tl.load(at + column, column < rank, 0.0)
-            s = tl.dot(k0, tl.trans(some))
+            query = tl.load(at + column) if EXACT else tl.load(at + column, column < rank, 0.0)
+            s = tl.dot(k0, tl.trans(query))
             if EK > 0:
                 more = DK + tl.arange(0, EK)
-                some = tl.load(at + more) if EXACT else tl.load(at + more, more < rank, 0.0)
-                s = tl.dot(k1, tl.trans(some), s)
+                query = tl.load(at + more) if EXACT else tl.load(at + more, more < rank, 0.0)
+                s = tl.dot(k1, tl.trans(query), s)
             place = tl.multiple_of(((b * H + kv_head * N) * tiles + i) * BM, BM)
             s = s * scale + tl.load(bias + place + tl.arange(0, BM))[None, :]
             if WORTH:
-                s += tl.load(of_rows + (b * H + head) * S + row, inside, 0.0)[:, None]
+                s += tl.load(of_rows + (b * H + head) * S + row, in_range, 0.0)[:, None]
             peak = tl.maximum(peak, s)
         worth = tl.where(wanted, tl.exp2(tl.max(peak, 1)), 0.0)
-    tl.store(out + (b * (H // N) + kv_head) * S + row, worth, inside)
+    tl.store(out + (b * (H // N) + kv_head) * S + row, worth, in_range)
 
 
 def peaks(
     q: Tensor, keys: KVView, bias: Tensor, counted: Tensor, owner: tuple[int, ...], scale: float,
-    of_rows: Tensor | None = None, *, cut: Cut | None = None,
+    of_rows: Tensor | None = None, *, cut: PeaksCut | None = None,
 ) -> Tensor:  # fmt: skip
-    """Like `ops.prefill.peaks`: a launch for every class of keys."""
+    """Like `ops.prefill.peaks`, with a launch per class of keys."""
     assert q.stride(-1) == 1 and bias.shape == q.shape[:3] and counted.stride(-1) == 1
     (batch, heads, num_queries, _), rows = q.shape, keys.data.shape[1]
-    group, none = heads // len(owner), (0,) * len(owner)
+    group, no_values = heads // len(owner), (0,) * len(owner)
     out = torch.empty(batch, len(owner), rows, dtype=torch.float32, device=q.device)
     strides = (*q.stride()[:3], *keys.data.stride()[:2])
-    where = counted.view(torch.int8)
+    counted_bytes = counted.view(torch.int8)
     log_worth = out if of_rows is None else of_rows.log2().contiguous()
-    for kind in classes_of(keys.starts, keys.ranks, none, none, owner, q.device):
+    for kind in classes_of(keys.starts, keys.ranks, no_values, no_values, owner, q.device):
         width = sum(kind.widths[:2])
-        how = cut or Cut(rows=128 if width <= 128 else 64)
-        peaks_kernel[(cdiv(rows, how.rows) * batch * len(kind.units),)](
+        tiling = cut or PeaksCut(rows=128 if width <= 128 else 64)
+        peaks_kernel[(cdiv(rows, tiling.rows) * batch * len(kind.units),)](
             q, *strides[:3], keys.data, *strides[3:],
-            F.pad(bias, (0, -num_queries % how.queries), value=-torch.inf).contiguous(),
-            where, *where.stride()[:2], log_worth, out, kind.units,
+            F.pad(bias, (0, -num_queries % tiling.queries), value=-torch.inf).contiguous(),
+            counted_bytes, *counted_bytes.stride()[:2], log_worth, out, kind.units,
             batch, len(kind.units), num_queries, heads, rows, scale * LOG2_E,
             N=group, DK=kind.widths[0], EK=kind.widths[1],
             EXACT=all(rank == width for rank in keys.ranks if sum(parts(rank)) == width),
             ALIGN=gcd(kind.align, *strides, 8),
-            WORTH=of_rows is not None, BM=how.queries, BN=how.rows, STAGES=how.stages,
-            num_warps=how.warps,
+            WORTH=of_rows is not None, BM=tiling.queries, BN=tiling.rows, STAGES=tiling.stages,
+            num_warps=tiling.warps,
         )  # fmt: skip
     return out

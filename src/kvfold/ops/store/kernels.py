@@ -1,10 +1,11 @@
-"""The kernels of `store.triton`: copy tiles of token entries between tensors and pages.
+"""The Triton kernels of `store.triton`: copy tiles of token entries between tensors and pages.
 
-Names in capitals are known when a kernel is compiled: FORMS, (bits, bits of the low and of the high
-plane, Gaussian step, bytes that divide offsets, numbers that divide columns) of every bit width of
-the layer; TILES, see `Pieces`, of which T is one; PAGE, rows a page; SCALE, bytes of a scale; SIZE,
-numbers of a program's tile, and ROWS x WIDTH, its shape. Steps are strides. Addresses are int64; a
-`home` points at the first byte of a page.
+Shapes as in `store`, pieces as in `segments`. Names in capitals are compile-time constants. FORMS:
+for every bit width of the layer, (bits, bits of the low and of the high plane, Gaussian step, bytes
+that divide offsets, numbers that divide columns). TILES: see `Pieces`; T is an index into it. PAGE:
+rows of a page. SCALE: bytes of a scale. SIZE: numbers of a program's tile, which is ROWS x WIDTH.
+Names that end in _step are strides. Addresses are int64; `page_start` points to the first byte of a
+page.
 """
 # mypy: allow-untyped-defs
 
@@ -20,7 +21,7 @@ UNIT = tl.constexpr(64)  # bytes that a page offset counts
 
 @triton.jit
 def _piece(pieces, number):
-    """Its fields, in the order of segments.Piece."""
+    """Load the fields of a piece, in the order of segments.Piece."""
     at = pieces + number * FIELDS
     group, start, width, bits = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
     low, high, row, scale = tl.load(at + 4), tl.load(at + 5), tl.load(at + 6), tl.load(at + 7)
@@ -29,7 +30,7 @@ def _piece(pieces, number):
     return group, start, width, bits, low, high, row, scale, zero, scales, positions, metrics, first
 
 
-# One order of sums, however many tokens there are.
+# Sums are in the same order for any number of tokens.
 @step_kernel
 def append_rows(
     arena, tables, pieces, rows, slots, index, positions, num_tokens,
@@ -37,8 +38,8 @@ def append_rows(
     FORMS: tl.constexpr, TILES: tl.constexpr, PAGE: tl.constexpr, SCALE: tl.constexpr,
     ZEROS: tl.constexpr, TRACKED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """A program: one piece of as many tokens as make SIZE. Those of a tile's pieces follow each
-    other, of its tokens in turn."""
+    """A program: one piece of SIZE / WIDTH tokens. For a block of tokens, the programs of all
+    pieces of a tile are adjacent."""
     program = tl.program_id(0)
     for t in tl.static_range(len(TILES)):
         num_programs = tl.cdiv(num_tokens, SIZE // TILES[t][1]) * TILES[t][3]
@@ -59,49 +60,61 @@ def _append(
     T: tl.constexpr, FORMS: tl.constexpr, TILES: tl.constexpr, PAGE: tl.constexpr,
     SCALE: tl.constexpr, ZEROS: tl.constexpr, TRACKED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Piece `number` of ROWS tokens from at * ROWS on."""
+    """Write piece `number` of ROWS tokens, from token at * ROWS on."""
     FORM: tl.constexpr = TILES[T][0]
     BITS: tl.constexpr = FORMS[FORM][0]
     WIDTH: tl.constexpr = TILES[T][1]
     ROWS: tl.constexpr = SIZE // WIDTH
     NUMBERS: tl.constexpr = FORMS[FORM][5]
     piece = _piece(pieces, number)
-    group, start, width, _, low, high, row, scale_at, zero_at, scales, where, metrics, _ = piece
+    group, start, width, _, low, high, row, scale_at, zero_at, scales, positions_at, metrics, _ = (
+        piece
+    )
     token = at.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    here = token < num_tokens
-    at = tl.load(index + token * token_step + group * number_step, here, 0)
-    slot = tl.load(slots + token, here, 0)
+    exists = token < num_tokens
+    at = tl.load(index + token * token_step + group * number_step, exists, 0)
+    slot = tl.load(slots + token, exists, 0)
     entry = tables + slot * slot_step + group * group_step + at // PAGE * page_step
-    home = arena + tl.load(entry, here, 0).to(tl.int64) * UNIT
-    line = (at % PAGE).to(tl.int32)
+    page_start = arena + tl.load(entry, exists, 0).to(tl.int64) * UNIT
+    page_row = (at % PAGE).to(tl.int32)
     column = tl.arange(0, WIDTH)[None, :]
-    # As in `gather_rows`: for wide loads, after which a thread's numbers are of one row.
-    inside = here[:, None] & (column < width // NUMBERS * NUMBERS)
+    # As in `gather_rows`: allows wide loads, so that a thread's numbers are of one row.
+    in_range = exists[:, None] & (column < width // NUMBERS * NUMBERS)
     first = token[:, None] * row_step + start // NUMBERS * NUMBERS
-    # Rows that are not there divide 1 by 1: nothing takes the long way of a division by 0.
-    x = tl.load(rows + first + column, inside, tl.where(here, 0.0, 1.0)[:, None])
-    codes = home + low + line * row
+    # Tokens beyond the last are 1: a division by 0 would take a slow path.
+    x = tl.load(rows + first + column, in_range, tl.where(exists, 0.0, 1.0)[:, None])
+    codes = page_start + low + page_row * row
     if BITS == 16:
-        tl.store(codes.to(rows.dtype)[:, None] + column, x, inside)
+        tl.store(codes.to(rows.dtype)[:, None] + column, x, in_range)
     else:
         LOW: tl.constexpr = FORMS[FORM][1]
         HIGH: tl.constexpr = FORMS[FORM][2]
         q, scale, zero = quantize(
-            x.to(tl.float32), inside, width, BITS, FORMS[FORM][3], SCALE, ZEROS
+            x.to(tl.float32), in_range, width, BITS, FORMS[FORM][3], SCALE, ZEROS
         )
-        write_plane(codes, q & ((1 << LOW) - 1), width, here, LOW, ROWS, WIDTH)
+        write_plane(codes, q & ((1 << LOW) - 1), width, exists, LOW, ROWS, WIDTH)
         if HIGH > 0:
-            write_plane(home + high + line * row, q >> LOW, width, here, HIGH, ROWS, WIDTH)
-        beside = home + line * scales
-        tl.store((beside + scale_at).to(tl.pointer_type(scale.dtype)), scale, here)
+            write_plane(
+                page_start + high + page_row * row, q >> LOW, width, exists, HIGH, ROWS, WIDTH
+            )
+        scales_start = page_start + page_row * scales
+        tl.store((scales_start + scale_at).to(tl.pointer_type(scale.dtype)), scale, exists)
         if ZEROS:
-            tl.store((beside + zero_at).to(tl.pointer_type(zero.dtype)), zero, here)
+            tl.store((scales_start + zero_at).to(tl.pointer_type(zero.dtype)), zero, exists)
     if TRACKED:
-        mine = here & (where >= 0)
-        position = tl.load(positions + token, mine, 0)
-        tl.store((home + where + line * 4).to(tl.pointer_type(tl.int32)), position, mine)
-        nothing = tl.zeros([ROWS], tl.float32)
-        tl.store((home + metrics + line * 4).to(tl.pointer_type(tl.float32)), nothing, mine)
+        writes_track = exists & (positions_at >= 0)
+        position = tl.load(positions + token, writes_track, 0)
+        tl.store(
+            (page_start + positions_at + page_row * 4).to(tl.pointer_type(tl.int32)),
+            position,
+            writes_track,
+        )
+        initial_metrics = tl.zeros([ROWS], tl.float32)
+        tl.store(
+            (page_start + metrics + page_row * 4).to(tl.pointer_type(tl.float32)),
+            initial_metrics,
+            writes_track,
+        )
 
 
 @step_kernel
@@ -112,52 +125,66 @@ def gather_rows(
     FORMS: tl.constexpr, PAGE: tl.constexpr, SCALE: tl.constexpr, ZEROS: tl.constexpr,
     TRACKED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, b): one piece of one page of sequence b. Pieces of a page run side by side, so
-    that their parts of a row meet in the L2 cache."""
+    """Program (i, b): one piece of one page of sequence b. Programs of a page's pieces are
+    adjacent, so that their parts of a row meet in the L2 cache."""
     piece = _piece(pieces, tl.program_id(0) % num_pieces)
-    group, start, width, bits, low, high, row, scale_at, zero_at, scales, where, _, first = piece
+    group, start, width, bits, low, high, row, scale_at, zero_at, scales, positions_at, _, first = (
+        piece
+    )
     page, b = tl.program_id(0) // num_pieces, tl.program_id(1).to(tl.int64)
     length = tl.load(lengths + b * sequence_step + group * number_step)
-    # The table of a page without rows may say anything.
+    # Table entries beyond a sequence's pages are undefined.
     entry = tables + tl.load(slots + b) * slot_step + group * group_step + page * page_step
-    home = arena + tl.load(entry, page * PAGE < length, 0).to(tl.int64) * UNIT
-    line = tl.arange(0, ROWS)
-    token = page * PAGE + line
-    exists = (token < size) & (line < PAGE)
-    here = (token < length) & exists
+    page_start = arena + tl.load(entry, page * PAGE < length, 0).to(tl.int64) * UNIT
+    page_row = tl.arange(0, ROWS)
+    token = page * PAGE + page_row
+    exists = (token < size) & (page_row < PAGE)
+    stored = (token < length) & exists
     if first > 0:
         at = (b * num_groups + group) * size + token
-        tl.store(valid + at, here, exists)
+        tl.store(valid + at, stored, exists)
         position = token
         if TRACKED:
-            position = tl.load((home + where + line * 4).to(positions.dtype), here, 0)
+            position = tl.load(
+                (page_start + positions_at + page_row * 4).to(positions.dtype), stored, 0
+            )
         tl.store(positions + at, position, exists)
     column = tl.arange(0, WIDTH)[None, :]
     for f in tl.static_range(len(FORMS)):
         if bits == FORMS[f][0]:
-            # Tells the compiler what divides them, so that it may load and store 16 bytes at once.
+            # Tell the compiler what divides these, so that it may load and store 16 bytes at once.
             BYTES: tl.constexpr = FORMS[f][4]
             NUMBERS: tl.constexpr = FORMS[f][5]
             step = row // BYTES * BYTES
-            codes = home + low // BYTES * BYTES + line * step
-            wide = width // NUMBERS * NUMBERS
+            codes = page_start + low // BYTES * BYTES + page_row * step
+            aligned_width = width // NUMBERS * NUMBERS
             if FORMS[f][0] == 16:
-                inside = here[:, None] & (column < wide)
-                x = tl.load(codes.to(rows.dtype)[:, None] + column, inside, 0.0)
+                in_range = stored[:, None] & (column < aligned_width)
+                x = tl.load(codes.to(rows.dtype)[:, None] + column, in_range, 0.0)
             else:
                 LOW: tl.constexpr = FORMS[f][1]
                 HIGH: tl.constexpr = FORMS[f][2]
-                q = read_plane(codes, wide, here, LOW, NUMBERS, ROWS, WIDTH)
+                q = read_plane(codes, aligned_width, stored, LOW, NUMBERS, ROWS, WIDTH)
                 if HIGH > 0:
-                    more = home + high // BYTES * BYTES + line * step
-                    q = q | read_plane(more, wide, here, HIGH, NUMBERS, ROWS, WIDTH) << LOW
+                    high_codes = page_start + high // BYTES * BYTES + page_row * step
+                    q = (
+                        q
+                        | read_plane(high_codes, aligned_width, stored, HIGH, NUMBERS, ROWS, WIDTH)
+                        << LOW
+                    )
                 scale, zero = read_scale(
-                    home + line * scales, scale_at, zero_at, here, FORMS[f][0], SCALE, ZEROS
+                    page_start + page_row * scales,
+                    scale_at,
+                    zero_at,
+                    stored,
+                    FORMS[f][0],
+                    SCALE,
+                    ZEROS,
                 )
                 x = q.to(tl.float32) * scale[:, None] + zero[:, None]
             token_at = (b * size + token) * (row_width // NUMBERS * NUMBERS)
             out = rows + token_at[:, None] + start // NUMBERS * NUMBERS + column
-            tl.store(out, x.to(rows.dtype.element_ty), exists[:, None] & (column < wide))
+            tl.store(out, x.to(rows.dtype.element_ty), exists[:, None] & (column < aligned_width))
 
 
 @step_kernel
@@ -169,20 +196,20 @@ def move_rows(
     """Program (i, k): block k of ROWS moved rows, in words of WORD bytes."""
     k = tl.program_id(1)
     m = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    here = m < num_moves
-    group = tl.load(groups + m, here, 0)
-    source, target = tl.load(sources + m, here, 0), tl.load(targets + m, here, 0)
+    exists = m < num_moves
+    group = tl.load(groups + m, exists, 0)
+    source, target = tl.load(sources + m, exists, 0), tl.load(targets + m, exists, 0)
     block = blocks + (group * num_blocks + k) * 2
     offset, count = tl.load(block) // WORD, tl.load(block + 1) // WORD
-    table = tables + tl.load(slots + m, here, 0) * slot_step + group * group_step
-    old = tl.load(table + source // PAGE * page_step, here, 0).to(tl.int64) * (UNIT // WORD)
-    new = tl.load(table + target // PAGE * page_step, here, 0).to(tl.int64) * (UNIT // WORD)
+    table = tables + tl.load(slots + m, exists, 0) * slot_step + group * group_step
+    old = tl.load(table + source // PAGE * page_step, exists, 0).to(tl.int64) * (UNIT // WORD)
+    new = tl.load(table + target // PAGE * page_step, exists, 0).to(tl.int64) * (UNIT // WORD)
     old += offset + source % PAGE * count
     new += offset + target % PAGE * count
     word = tl.arange(0, WIDTH)[None, :]
-    inside = here[:, None] & (word < count[:, None])
-    x = tl.load(words + (old[:, None] + word), inside)
-    tl.store(words + (new[:, None] + word), x, inside)
+    in_range = exists[:, None] & (word < count[:, None])
+    x = tl.load(words + (old[:, None] + word), in_range)
+    tl.store(words + (new[:, None] + word), x, in_range)
 
 
 @step_kernel
@@ -190,17 +217,18 @@ def track_rows(
     words, tables, offsets, slots, valid, values, size, slot_step, group_step, page_step,
     PAGE: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, g, b): ROWS positions or metrics of group g, 4-byte words; added to, or read."""
+    """Program (i, g, b): ROWS positions or metrics of group g, 4-byte words. ADD: add `values` to
+    them, else read them into `values`."""
     g, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     at = (b * tl.num_programs(1) + g) * size + token
     exists = token < size
-    here = tl.load(valid + at, exists, 0) != 0
+    in_range = tl.load(valid + at, exists, 0) != 0
     entry = tables + tl.load(slots + b) * slot_step + g * group_step + token // PAGE * page_step
-    page = tl.load(entry, here, 0).to(tl.int64) * (UNIT // 4)
+    page = tl.load(entry, in_range, 0).to(tl.int64) * (UNIT // 4)
     word = words + page + tl.load(offsets + g) // 4 + token % PAGE
-    x = tl.load(word, here, 0)
+    x = tl.load(word, in_range, 0)
     if ADD:
-        tl.store(word, x + tl.load(values + at, here, 0), here)
+        tl.store(word, x + tl.load(values + at, in_range, 0), in_range)
     else:
         tl.store(values + at, x, exists)
