@@ -20,7 +20,7 @@ from kvfold.ops.prefill import triton as prefill_triton  # noqa: E402
 from matrix import slow  # noqa: E402
 from steps import backends, even, folded, runner_of, sequences_of, step  # noqa: E402
 
-SMALL = triton_peaks.Cut(rows=16, queries=16, warps=4, stages=1)
+SMALL = triton_peaks.PeaksCut(rows=16, queries=16, warps=4, stages=1)
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning"),
