@@ -64,9 +64,9 @@ template <int BITS, class Scales, class Take>
 __device__ __forceinline__ void weigh(
     u32 page, u32 weights, const Item &mine, int lane, Scales scales, Take take) {
   const int words = mine.words, half = mine.half;
-  const int in = lane / 8, own = lane % 8, row = 4 * (in / 2) + own / 2 + 8 * (own % 2);
+  const int in = lane / 8, matrix_row = lane % 8, row = 4 * (in / 2) + matrix_row / 2 + 8 * (matrix_row % 2);
   u32 value = page + mine.start + row * (2 * words) + (mine.block * 16 + 8 * (in % 2)) * 2;
-  u32 weight = weights + (own + 8 * (in / 2)) * ROW + (in % 2) * 16;
+  u32 weight = weights + (matrix_row + 8 * (in / 2)) * ROW + (in % 2) * 16;
 #pragma unroll (SETS == 1 ? 1 : STEPS)  // with two items per warp registers are scarce
   for (int step = 0; step < STEPS; step++) {
     u32 w[COLS / 8][2];
@@ -85,7 +85,7 @@ __device__ __forceinline__ void weigh(
     u32 v[4], next[4];
     load_turned(v, value + step * 32 * words);
     if (BITS == 8) load_turned(next, value + step * 32 * words + 32);
-    each<4>([&](auto at) {
+    unrolled<4>([&](auto at) {
       constexpr int I = decltype(at)::value;
       u32 a[4];
 #pragma unroll
@@ -282,8 +282,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_pass_kernel(
   }
 
   auto weigh_pages = [&](auto owned, int first) {
-    constexpr int OWN_ITEMS = decltype(owned)::value;
-    registers_to_weigh<OWN_ITEMS>();
+    constexpr int WARP_ITEMS = decltype(owned)::value;
+    registers_to_weigh<WARP_ITEMS>();
     if (warp >= SCORERS + WEIGHERS) return;  // only completes a group of four warps
     const Item *mine = all_items + first;
     // One thread copies pages, each into the buffer of the page that all warps have finished.
@@ -299,14 +299,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_pass_kernel(
     __syncwarp();
     for (; work.more(); work.next()) {
       if (!work.begin(lengths, length_slot, slots)) continue;
-      float sums_of[OWN_ITEMS][4][COLS / 8][4] = {};
+      float sums_of[WARP_ITEMS][4][COLS / 8][4] = {};
       for (int t = work.tile; t < work.stop; t++) {
         wait(full + 8 * stage, phase);
         wait(ready + 8 * buffer, turn);
         bool any = false;
 #pragma unroll
         for (int w = 0; w < SCORERS; w++) any |= faded[buffer * SCORERS + w] != 0;
-        each<OWN_ITEMS>([&](auto o) {
+        unrolled<WARP_ITEMS>([&](auto o) {
           constexpr int O = decltype(o)::value;
           if (any) fade(sums_of[O], fades + buffer * COLS + 2 * c);
           const Item &it = mine[O];
@@ -330,7 +330,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_pass_kernel(
       }
       wait(ready + 8 * buffer, turn);
       const bool whole = counts[work.item] == 1;
-      each<OWN_ITEMS>([&](auto o) {
+      unrolled<WARP_ITEMS>([&](auto o) {
         constexpr int O = decltype(o)::value;
         with_bits(mine[O].bits, [&](auto bits) {
           finish<decltype(bits)::value>(
@@ -346,7 +346,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_pass_kernel(
   };
   // With more items than warps, the first four warps have two items each.
   constexpr bool TWO = ITEMS > WEIGHERS;
-  const int own = warp - SCORERS;
-  if (TWO && own < 4) weigh_pages(At<TWO + 1>(), 2 * own);
-  else weigh_pages(At<1>(), TWO ? own + 4 : own);
+  const int weigher = warp - SCORERS;
+  if (TWO && weigher < 4) weigh_pages(At<TWO + 1>(), 2 * weigher);
+  else weigh_pages(At<1>(), TWO ? weigher + 4 : weigher);
 }

@@ -21,20 +21,20 @@ __device__ constexpr int products(int runs) {
 constexpr int PRODUCTS = products(KEY_RUNS);   // of 16 numbers of a latent each
 constexpr int MAP_BYTES = HEADS * BLOCKS * PRODUCTS * 512;  // maps of fast pairs, in shared memory
 constexpr int OFFSETS_BYTES = 16 * FAST * 8;   // rotations of pairs within 16 entries
-constexpr int FAST_QUERIES = BLOCKS * 16 * 8, TURNED = STEPS * FAST * 4;
+constexpr int FAST_QUERIES = BLOCKS * 16 * 8, ROTATION_BYTES = STEPS * FAST * 4;
 constexpr int SET_BYTES = PRODUCTS * 512 + FAST_QUERIES + 64;   // of a set of four queries
-constexpr int OWN_BYTES = SETS * SET_BYTES + TURNED;            // per scoring warp
+constexpr int WARP_BYTES = SETS * SET_BYTES + ROTATION_BYTES;  // per scoring warp
 constexpr int MEANS_BYTES = HEADS * FAST * 8;  // of mu, at fast pairs
 constexpr int FIXED_BYTES = MAP_BYTES + OFFSETS_BYTES + MEANS_BYTES;
-constexpr int SCORER_BYTES = FIXED_BYTES + SCORERS * OWN_BYTES;
+constexpr int SCORER_BYTES = FIXED_BYTES + SCORERS * WARP_BYTES;
 
 // Sixteen warps with 128 registers per thread are launched: eight compute scores, four sum values
 // of up to two items each, and four of one item. Registers are redistributed accordingly.
 __device__ __forceinline__ void registers_to_score() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 120;");
 }
-template <int OWN_ITEMS> __device__ __forceinline__ void registers_to_weigh() {
-  if (OWN_ITEMS == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 168;");
+template <int WARP_ITEMS> __device__ __forceinline__ void registers_to_weigh() {
+  if (WARP_ITEMS == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 168;");
   else asm volatile("setmaxnreg.dec.sync.aligned.u32 104;");
 }
 
@@ -59,10 +59,10 @@ __device__ __forceinline__ float2 pair_at(const u16 *q, int pair) {
 struct Scorer {
   const u8 *maps;        // in global memory
   const u32 *rope;       // cosine and sine of a position's pairs
-  const u8 *own_map;     // in shared memory, of this warp's KV heads
+  const u8 *warp_maps;   // in shared memory, of this warp's KV heads
   const uint2 *offsets;  // (cos, cos), (-sin, sin) by pair / 4, row, pair % 4
   const float2 *means;   // of this warp's first KV head
-  u32 *turns;            // rotations at a tile's entries 0, 16 .., to rotate queries back by
+  u32 *rotations;       // rotations at a tile's entries 0, 16 .., to rotate queries back by
   // Per set of queries: slow pairs in the space of latents, by product (`folded`); fast pairs,
   // fp16, by block, query, pair % 4 (`fast`); and what mu adds to a query's score, by power
   // (`extra`).
@@ -76,11 +76,11 @@ struct Scorer {
       u8 *room, const u8 *maps_, const u32 *rope_, int warp, int lane, double scale_of_scores)
       : maps(maps_), rope(rope_), size((float)scale_of_scores), c(lane % 4), g(lane / 4),
         head(warp * 4 * SETS / N), column(warp * 4 * SETS) {
-    own_map = room + head * (BLOCKS * PRODUCTS * 512) + lane * 16;
+    warp_maps = room + head * (BLOCKS * PRODUCTS * 512) + lane * 16;
     offsets = (const uint2 *)(room + MAP_BYTES) + g * 4 + c;
     means = (const float2 *)(room + MAP_BYTES + OFFSETS_BYTES) + head * FAST + c;
-    sets = room + FIXED_BYTES + warp * OWN_BYTES;
-    turns = (u32 *)(sets + SETS * SET_BYTES);
+    sets = room + FIXED_BYTES + warp * WARP_BYTES;
+    rotations = (u32 *)(sets + SETS * SET_BYTES);
     for (int u = 0; u < SETS; u++) unit[u] = 1.0f;
   }
   __device__ __forceinline__ uint4 *folded(int u) const {
@@ -104,8 +104,8 @@ struct Scorer {
       ((float2 *)(room + MAP_BYTES + OFFSETS_BYTES))[i] = ((const float2 *)(maps + MAP_FAST_MEAN))[i];
     for (int i = threadIdx.x; i < 16 * FAST; i += blockDim.x) {
       const int pair = i / 64 * 4 + i % 4, row = i / 4 % 16;
-      const u32 turn = rope[row * PAIRS + pair];
-      ((uint2 *)(room + MAP_BYTES))[i] = make_uint2(both(turn), both_high(turn) ^ 0x8000u);
+      const u32 rotation = rope[row * PAIRS + pair];
+      ((uint2 *)(room + MAP_BYTES))[i] = make_uint2(both(rotation), both_high(rotation) ^ 0x8000u);
     }
     asm volatile("cp.async.wait_all;" ::: "memory");
   }
@@ -117,8 +117,8 @@ struct Scorer {
     for (int u = 0; u < SETS; u++)
 #pragma unroll
       for (int m = 0; m < BLOCKS; m++) {
-        const u16 *own = query(u);
-        const float2 x = pair_at(own, 8 * m + c), y = pair_at(own, 8 * m + 4 + c);
+        const u16 *head_query = query(u);
+        const float2 x = pair_at(head_query, 8 * m + c), y = pair_at(head_query, 8 * m + 4 + c);
         fast(u)[m * 16] =
             make_uint2(pair_of(x.x * size, x.y * size), pair_of(y.x * size, y.y * size));
       }
@@ -131,16 +131,16 @@ struct Scorer {
       const int at = 32 * i + 4 * g + c;
       const u32 *from = rope + (u64)(start + at / FAST * 16) * PAIRS + at % FAST;
       asm volatile("cp.async.ca.shared.global [%0], [%1], 4;"
-                   :: "r"(shared_of(turns + at)), "l"(from) : "memory");
+                   :: "r"(shared_of(rotations + at)), "l"(from) : "memory");
     }
   }
 
   // Multiplies the slow pairs of queries by the map, for the stretch whose middle is `middle`.
   __device__ __forceinline__ void fold(int u, int middle) {
-    const int own = head + u * 4 / N;
+    const int kv_head = head + u * 4 / N;
     const float *powers = (const float *)(maps + MAP_POWERS) + (g % 2) * SLOW;
-    const u32 *turns_there = rope + (u64)middle * PAIRS + FAST;
-    const float2 *mean = (const float2 *)(maps + MAP_SLOW_MEAN) + own * SLOW;
+    const u32 *tile_rotations = rope + (u64)middle * PAIRS + FAST;
+    const float2 *mean = (const float2 *)(maps + MAP_SLOW_MEAN) + kv_head * SLOW;
     const u16 *mine = query(u);
     u32 a[SLOW / 8][4];
     float low = 0, high = 0;
@@ -148,8 +148,8 @@ struct Scorer {
     for (int i = 0; i < SLOW / 4; i++) {
       const int pair = 4 * i + c;
       const float2 x = pair_at(mine, FAST + pair);
-      const u32 turn = turns_there[pair];
-      const float cos = half_of(turn & 0xFFFF) * size, sin = half_of(turn >> 16) * size;
+      const u32 rotation = tile_rotations[pair];
+      const float cos = half_of(rotation & 0xFFFF) * size, sin = half_of(rotation >> 16) * size;
       const float there_x = x.x * cos + x.y * sin, there_y = x.y * cos - x.x * sin;
       const float gx = g % 2 ? there_y : there_x, gy = g % 2 ? -there_x : there_y;
       const float one = powers[pair], two = powers[2 * SLOW + pair];
@@ -166,7 +166,7 @@ struct Scorer {
     // Row g has power g % 2 of query g / 2, and g % 2 + 2.
     float *to = extra(u) + g / 2 * 4 + g % 2;
     if (c == 0) to[0] = low, to[2] = high;
-    const uint4 *map = (const uint4 *)(maps + MAP_SLOW) + own * (PRODUCTS * (SLOW / 8) * 32);
+    const uint4 *map = (const uint4 *)(maps + MAP_SLOW) + kv_head * (PRODUCTS * (SLOW / 8) * 32);
 #pragma unroll
     for (int k = 0; k < PRODUCTS; k++) {
       float sum[2][4] = {};
@@ -182,12 +182,12 @@ struct Scorer {
   }
 
   // Unpacks a head's latents of 32 entries, as operands of both products.
-  __device__ __forceinline__ void unpack(u32 (&a)[PRODUCTS][2][4], const u8 *page, int own, int first) {
-    each<KEY_RUNS>([&](auto at) {
+  __device__ __forceinline__ void unpack(u32 (&a)[PRODUCTS][2][4], const u8 *page, int kv_head, int first) {
+    unrolled<KEY_RUNS>([&](auto at) {
       constexpr int R = decltype(at)::value, BITS = key_bits[R], PER = 16 / BITS;
       constexpr int WORDS = key_words[R], LOADS = loads(R);
-      const u8 *row = page + key_start[R] + own * key_next[R] + (first + g) * (2 * WORDS) + 4 * c;
-      const int scale_at = (first + g) * SCALE_ROW + key_scale[R] + own * key_scale_next[R];
+      const u8 *row = page + key_start[R] + kv_head * key_next[R] + (first + g) * (2 * WORDS) + 4 * c;
+      const int scale_at = (first + g) * SCALE_ROW + key_scale[R] + kv_head * key_scale_next[R];
       const u8 *scales = page + scale_at * SCALE;
 #pragma unroll
       for (int half = 0; half < 4; half++) {  // entries g + 8 * half
@@ -195,7 +195,7 @@ struct Scorer {
 #pragma unroll
         for (int l = 0; l < LOADS; l++) {
           const u32 x = *(const u32 *)(row + half * 16 * WORDS + 16 * l);
-          each<PER>([&](auto of) {
+          unrolled<PER>([&](auto of) {
             constexpr int J = decltype(of)::value;
             const int e = l * PER + J;
             a[products(R) + e / 2][half / 2][half % 2 + 2 * (e % 2)] =
@@ -224,18 +224,18 @@ struct Scorer {
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncwarp();
 #pragma unroll 1
-    for (int turn = 0; turn < SETS * (STEPS / 2); turn++) {
-      const int u = turn % SETS, part = turn / SETS;
+    for (int i = 0; i < SETS * (STEPS / 2); i++) {
+      const int u = i % SETS, part = i / SETS;
       u32 a[PRODUCTS][2][4];
       unpack(a, page, head + u * 4 / N, 32 * part);
-      float found[2][2];
-      set_slow(found, a, u, (start + 32 * part) % REACH + g - REACH / 2);
-      add_fast(found, a, u, part);
-      each<SETS * (STEPS / 2)>([&](auto at) {
+      float scores[2][2];
+      set_slow(scores, a, u, (start + 32 * part) % REACH + g - REACH / 2);
+      add_fast(scores, a, u, part);
+      unrolled<SETS * (STEPS / 2)>([&](auto at) {
         constexpr int T = decltype(at)::value, TO = T / SETS * 2, U = T % SETS;
-        if (turn == T) {
-          s[TO][U][0] = found[0][0], s[TO][U][1] = found[0][1];
-          s[TO + 1][U][0] = found[1][0], s[TO + 1][U][1] = found[1][1];
+        if (i == T) {
+          s[TO][U][0] = scores[0][0], s[TO][U][1] = scores[0][1];
+          s[TO + 1][U][0] = scores[1][0], s[TO + 1][U][1] = scores[1][1];
         }
       });
     }
@@ -244,7 +244,7 @@ struct Scorer {
 
   // Scores of 32 entries by slow pairs. row: offset of the first from the stretch's middle.
   __device__ __forceinline__ void set_slow(
-      float (&found)[2][2], const u32 (&a)[PRODUCTS][2][4], int u, int row) {
+      float (&scores)[2][2], const u32 (&a)[PRODUCTS][2][4], int u, int row) {
     const float4 by = ((const float4 *)extra(u))[c];
     float x[2][4], y[2][4];
 #pragma unroll
@@ -266,25 +266,25 @@ struct Scorer {
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         const float t = (float)(row + 16 * step + 8 * r) * (2.0f / REACH);
-        found[step][r] = x[step][2 * r] + t * (x[step][2 * r + 1] +
+        scores[step][r] = x[step][2 * r] + t * (x[step][2 * r + 1] +
             t * (y[step][2 * r] + t * y[step][2 * r + 1]));
       }
   }
 
   // Adds the scores by fast pairs, which are reconstructed in blocks of 8.
   __device__ __forceinline__ void add_fast(
-      float (&found)[2][2], const u32 (&a)[PRODUCTS][2][4], int u, int part) {
-    const int own = u * 4 / N;
-    const u32 *back = turns + (2 * part + g % 2) * FAST + c;
+      float (&scores)[2][2], const u32 (&a)[PRODUCTS][2][4], int u, int part) {
+    const int warp_head = u * 4 / N;
+    const u32 *back = rotations + (2 * part + g % 2) * FAST + c;
     float sum[2][4] = {};
 #pragma unroll
     for (int m = 0; m < BLOCKS; m++) {
       float key[2][2][4];  // of 16 entries, 4 pairs
 #pragma unroll
       for (int k = 0; k < PRODUCTS; k++) {
-        const uint4 b = *(const uint4 *)(own_map + ((own * BLOCKS + m) * PRODUCTS + k) * 512);
+        const uint4 b = *(const uint4 *)(warp_maps + ((warp_head * BLOCKS + m) * PRODUCTS + k) * 512);
         if (k == 0) {
-          const float2 x = means[own * FAST + 8 * m], y = means[own * FAST + 8 * m + 4];
+          const float2 x = means[warp_head * FAST + 8 * m], y = means[warp_head * FAST + 8 * m + 4];
           const float first[4] = {x.x, x.y, x.x, x.y}, second[4] = {y.x, y.y, y.x, y.y};
 #pragma unroll
           for (int step = 0; step < 2; step++) {
@@ -299,7 +299,7 @@ struct Scorer {
           multiply(key[step][1], a[k][step], b.z, b.w);
         }
       }
-      u32 turned[2][4];
+      u32 rotated_keys[2][4];
 #pragma unroll
       for (int i = 0; i < 2; i++)
 #pragma unroll
@@ -308,21 +308,21 @@ struct Scorer {
 #pragma unroll
           for (int step = 0; step < 2; step++) {
             const u32 x = pair_of(key[step][i][2 * r], key[step][i][2 * r + 1]);
-            turned[step][2 * i + r] = add_times(swapped(x), by.y, times(x, by.x));
+            rotated_keys[step][2 * i + r] = add_times(swapped(x), by.y, times(x, by.x));
           }
         }
       const uint2 x = fast(u)[m * 16];
-      const u32 b0 = turned_back(x.x, back[8 * m]), b1 = turned_back(x.y, back[8 * m + 4]);
+      const u32 b0 = rotate_back(x.x, back[8 * m]), b1 = rotate_back(x.y, back[8 * m + 4]);
 #pragma unroll
-      for (int step = 0; step < 2; step++) multiply(sum[step], turned[step], b0, b1);
+      for (int step = 0; step < 2; step++) multiply(sum[step], rotated_keys[step], b0, b1);
     }
 #pragma unroll
     for (int step = 0; step < 2; step++)
 #pragma unroll
-      for (int r = 0; r < 2; r++) found[step][r] += sum[step][step + 2 * r];
+      for (int r = 0; r < 2; r++) scores[step][r] += sum[step][step + 2 * r];
   }
   // (x cos + y sin, y cos - x sin) of (x, y) and (cos, sin).
-  static __device__ __forceinline__ u32 turned_back(u32 x, u32 turn) {
-    return add_times(swapped(x), both_high(turn) ^ 0x80000000u, times(x, both(turn)));
+  static __device__ __forceinline__ u32 rotate_back(u32 x, u32 rotation) {
+    return add_times(swapped(x), both_high(rotation) ^ 0x80000000u, times(x, both(rotation)));
   }
 };

@@ -39,7 +39,7 @@ __device__ __forceinline__ bool is_real(int column) { return column % N < REAL; 
 __device__ __forceinline__ int real_of(int column) {
   return column / N * REAL + (is_real(column) ? column % N : REAL - 1);
 }
-constexpr int OWN = 8 / N;                 // KV heads per scoring warp
+constexpr int WARP_HEADS = 8 / N;          // KV heads per scoring warp
 constexpr int STEPS = PAGE / 16;
 constexpr int ROW = 2 * PAGE + 16;         // bytes of a query head's weights for a page
 constexpr int WEIGHTS = COLS * ROW;        // bytes of all weights for a page
@@ -218,4 +218,4 @@ template <int I, int END, class F> struct Loop {
 template <int END, class F> struct Loop<END, END, F> {
   static __device__ __forceinline__ void run(F &) {}
 };
-template <int END, class F> __device__ __forceinline__ void each(F f) { Loop<0, END, F>::run(f); }
+template <int END, class F> __device__ __forceinline__ void unrolled(F f) { Loop<0, END, F>::run(f); }
