@@ -1,5 +1,4 @@
-"""Triton kernel of scores with keys reconstructed piece by piece: the first pass of
-`triton_pieces`.
+"""Triton kernel of scores with keys reconstructed in pieces: first pass of `triton_pieces`.
 
 Serves latents of any width and several bit widths, on CUDA. The part of the map that belongs to a
 piece is loaded again for every tile, so the width of a latent is not limited by on-chip memory. All

@@ -1,10 +1,9 @@
-"""Launches the kernel `triton_pieces`: as `triton`, for latents of any width and several bit
-widths.
+"""Launches the kernel `triton_pieces`: decode attention with keys reconstructed piece by piece.
 
-Decode attention with keys reconstructed from latents. Chosen on CUDA where `triton` does not
-support the latents. Two passes as there: weights by `scores_pieces`, then values by
-`common.values_triton`. If a Hopper GPU supports all layers in `ops.one_pass` and there are at least
-`one_pass.ROWS` entries, `plan_layers` chooses that kernel instead.
+Chosen on CUDA where `triton` does not support the latents: any width, segments of several bit
+widths. It has two passes like `triton`: `scores_pieces` computes softmax weights, then
+`common.values_triton` sums the values. If a Hopper GPU supports all layers in `ops.one_pass`
+and there are at least `one_pass.ROWS` entries, `plan_layers` chooses that kernel instead.
 
 Shapes as in `latent_decode`; M pieces of all KV heads (see `pieces.KeyPieces`).
 """

@@ -1,4 +1,4 @@
-"""Plans and launches of the one-pass kernel.
+"""Plans and launches the one-pass kernel, which decodes on Hopper (see `ops.one_pass`).
 
 Shapes as in `decode.triton`.
 """

@@ -1,4 +1,8 @@
-"""Which layouts the one-pass kernel supports, and how it divides shared memory."""
+"""Which layouts the one-pass kernel supports, and how it divides shared memory.
+
+The kernel runs on Hopper only; `serves` decides whether it is chosen for a layer. Words such as
+item, segment and split: see `ops.decode`.
+"""
 
 from collections.abc import Sequence
 from functools import lru_cache
