@@ -141,17 +141,17 @@ struct Scorer {
     const float *powers = (const float *)(maps + MAP_POWERS) + (g % 2) * SLOW;
     const u32 *tile_rotations = rope + (u64)middle * PAIRS + FAST;
     const float2 *mean = (const float2 *)(maps + MAP_SLOW_MEAN) + kv_head * SLOW;
-    const u16 *mine = query(u);
+    const u16 *head_query = query(u);
     u32 a[SLOW / 8][4];
     float low = 0, high = 0;
 #pragma unroll
     for (int i = 0; i < SLOW / 4; i++) {
       const int pair = 4 * i + c;
-      const float2 x = pair_at(mine, FAST + pair);
+      const float2 x = pair_at(head_query, FAST + pair);
       const u32 rotation = tile_rotations[pair];
       const float cos = half_of(rotation & 0xFFFF) * size, sin = half_of(rotation >> 16) * size;
-      const float there_x = x.x * cos + x.y * sin, there_y = x.y * cos - x.x * sin;
-      const float gx = g % 2 ? there_y : there_x, gy = g % 2 ? -there_x : there_y;
+      const float rotated_x = x.x * cos + x.y * sin, rotated_y = x.y * cos - x.x * sin;
+      const float gx = g % 2 ? rotated_y : rotated_x, gy = g % 2 ? -rotated_x : rotated_y;
       const float one = powers[pair], two = powers[2 * SLOW + pair];
       const float added = mean[pair].x * gx + mean[pair].y * gy;
       low += added * one, high += added * two;
