@@ -666,7 +666,7 @@ def long_rows(tmp_path):
 def test_prompts_that_were_cut_are_counted(plain, long_rows, text, tmp_path, capsys):
     target = tmp_path / "out.json"
     out = printed(capsys, "eval", plain, "--tasks", long_rows, "--json", target)
-    assert "of 2 rows, 1 cut to the model's positions" in out
+    assert "of 2 examples, 1 cut to the model's positions" in out
     (found,) = json.loads(target.read_text())["tasks"].values()
     assert (found["rows"], found["truncated"]) == (2, 1)
     options = ["--recipes", "lorc", "--keep", ".5", "--align", "1", "--text", text]

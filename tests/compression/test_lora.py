@@ -235,7 +235,7 @@ def test_a_checkpoint_is_recovered(checkpoint, short, tmp_path, capsys) -> None:
     settings = ["--steps", "6", "--learning-rate", "2e-3", "--device", "cpu"]
     assert main(["recover", str(checkpoint), "--output", str(path), *settings]) == 0
     said = capsys.readouterr()
-    assert "nats a token of text that was kept back, after 6 steps" in said.out
+    assert "nats a token of held-out text, after 6 steps" in said.out
     assert "Warning" not in said.err
     old, new = (kvfold.load(str(x), device="cpu") for x in (checkpoint, path))
     made = provenance_of(new)["lora"]

@@ -133,4 +133,4 @@ def test_vllms_own_form(small: Served) -> None:
     assert error["param"] == "prompt_logprobs"
     chat = {"messages": [{"role": "user", "content": "Who?"}], "prompt_logprobs": 1}
     error = small.refused(400, "/v1/chat/completions", **chat)
-    assert error["message"] == "prompt_logprobs are of /v1/completions"
+    assert error["message"] == "prompt_logprobs: only /v1/completions has it"

@@ -295,7 +295,10 @@ def test_compare_scores_the_same_tokens_with_eviction(plain, text, tmp_path) -> 
         (["--keep-tokens", ".5"], "need a policy that says what goes"),
         (["--max-cache-tokens", "64"], "need a policy that says what goes"),
         (["--evict", "h2o", "--keep-tokens", ".5", "--max-cache-tokens", "9"], "give one"),
-        (["--evict", "snapkv", "--keep-tokens", ".5", "--ctx", "2"], "--ctx must be at least 3"),
+        (
+            ["--evict", "snapkv", "--keep-tokens", ".5", "--ctx", "2"],
+            "--set ctx must be at least 3",
+        ),
     ],
 )
 def test_eval_refuses(plain, text, capsys, options, message) -> None:

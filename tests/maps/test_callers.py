@@ -73,8 +73,10 @@ CACHES = {
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", MODELS)
 def test_caches_of_generate(name: str, recipe: str, how: str) -> None:
-    original, model = pair(name, recipe, how)
-    ids, mask = ids_of(2, LONG), torch.ones(2, LONG, dtype=torch.long)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    original, model = (x.to(device) for x in pair(name, recipe, how))
+    ids = ids_of(2, LONG).to(device)
+    mask = torch.ones_like(ids)
     mask[1, :7] = 0
     wrong = []
     for cache, settings in CACHES.items():

@@ -16,7 +16,7 @@ from kvfold.layout.pages import CacheLayout
 from kvfold.ops import one_pass
 from kvfold.ops.common.attention import LOG2_E
 from kvfold.ops.decode import triton_split
-from kvfold.ops.latent_decode import rope_table, triton_pieces
+from kvfold.ops.latent_decode import reference, rope_table, triton_pieces
 from kvfold.ops.one_pass.rows import items, latents_of
 from pages import Case
 from split_triton_cases import swift
@@ -132,7 +132,7 @@ def test_one_pass_rebuilds_keys(name: str) -> None:
     lengths, queries = case.lengths.to("cuda")[case.slots], case.q.shape[1] // len(case.maps.up)
     plan = one_pass.plan_layers([case.groups], lengths, queries)[0]
     out, lse = case.run(triton_pieces.latent_decode, plan=plan)
-    want, own = case.run(rebuild.reference.latent_decode, dtype=torch.float64)
+    want, own = case.run(reference.latent_decode, dtype=torch.float64)
     assert (out.float() - want.float()).norm() / want.float().norm() < 1.5e-3
     torch.testing.assert_close(lse, own.float(), rtol=0, atol=5e-3)
 

@@ -329,7 +329,7 @@ def test_models_that_ranks_cannot_share(pool: Ranks) -> None:
     served.config._attn_implementation = PAGED
     for model, want in (
         (long, "model has rope_type 'dynamic', whose angles depend on how long a prompt is"),
-        (served, "model is an engine's for good"),
+        (served, "model belongs to an engine already"),
     ):
         with pytest.raises(SettingError, match=want):
             pool.run(2, last_logits, model, IDS)

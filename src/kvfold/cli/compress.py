@@ -117,6 +117,7 @@ def compress(
                 hybrid=target.hybrid,
                 levels=target.levels,
                 prefer=target.prefer,
+                layouts=target.layouts,
                 windows=windows,
                 align=size.align,
                 statistics=calibration.stats,
