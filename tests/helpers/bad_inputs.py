@@ -897,8 +897,9 @@ MAPS = {
         "them out, or name the original"
     ),
     "kvfold eval reference:gqa --maps maps --evict random --keep-tokens .5": (
-        "--maps: sidecar maps support no eviction, and only the format 'integers': leave --evict, "
-        "--set repair and --set format out"
+        "--maps: with maps beside the weights nothing is evicted, and the only format is "
+        "'integers': leave --evict, --set repair and --set format out, or fold the maps into "
+        "the model (kvfold compress --fold)"
     ),
     "kvfold serve reference:gqa --maps maps --set context=book=book.kvf": (
         "--maps and --set context exclude each other: a packed context has evicted tokens, "

@@ -55,14 +55,15 @@ def generate(model, ids: Tensor, **settings) -> Tensor:
     return model.generate(ids, **tokens, **settings)
 
 
+STATIC = {"cache_implementation": "static", "disable_compile": True}
 CACHES = {
     "dynamic": {},
-    "static": {"cache_implementation": "static"},
-    "static, prompt in chunks": {"cache_implementation": "static", "prefill_chunk_size": 16},
+    "static": STATIC,
+    "static, prompt in chunks": STATIC | {"prefill_chunk_size": 16},
     "offloaded": {"cache_implementation": "offloaded"},
-    "offloaded static": {"cache_implementation": "offloaded_static"},
+    "offloaded static": STATIC | {"cache_implementation": "offloaded_static"},
     "beams": {"num_beams": 3},
-    "static beams": {"num_beams": 3, "cache_implementation": "static"},
+    "static beams": STATIC | {"num_beams": 3},
     "prompt lookup": {"prompt_lookup_num_tokens": 3},
     "none": {"use_cache": False},
 }

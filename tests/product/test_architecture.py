@@ -115,3 +115,22 @@ def test_packaged_calibration_text_is_long_enough() -> None:
     from kvfold.utils.tokens import encode
 
     assert len(encode(load_tokenizer("reference:gqa"), packaged("calibration.txt"))) >= 65536
+
+
+# Names that say nothing of the thing, and what to call it instead: the glossary's first lesson.
+BANNED = {"found", "own", "each", "kept", "made", "given", "asked", "felt", "unread", "turned"}
+BANNED |= {"turns", "lets_by", "take_back"}
+
+
+def test_names_are_of_things() -> None:
+    """No variable, argument, attribute, function or class has a banned name."""
+    for file in SOURCE.rglob("*.py"):
+        names = set()
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+                names.add(node.id if isinstance(node, ast.Name) else node.attr)
+            elif isinstance(node, ast.arg):
+                names.add(node.arg)
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                names.add(node.name)
+        assert not {x.strip("_") for x in names} & BANNED, file

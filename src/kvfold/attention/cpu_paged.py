@@ -48,7 +48,7 @@ class CpuPaged(AttentionBackend):
         if task.device_type != "cpu" or use_triton("cpu"):
             return "it is for CPUs without kernels"
         if layer.reconstructs_keys:
-            return "keys are rebuilt before RoPE"
+            return "keys are stored before RoPE"
         if layer.has_sinks:
             return "a sink stands beside the scores"
         if len(groups) != layer.geometry.num_kv_heads:

@@ -37,7 +37,7 @@ class NumbaDecode(AttentionBackend):
         cls, layer: LayerShape, groups: Sequence[Group], task: Task
     ) -> str | None:
         if layer.reconstructs_keys:
-            return "keys are rebuilt before RoPE"
+            return "keys are stored before RoPE"
         if groups[0].layout.residual:
             return RESIDUAL
         return no_numba(task.device_type) or unsupported_reason(layer.spec, groups)

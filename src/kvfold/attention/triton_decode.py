@@ -75,7 +75,7 @@ class TritonDecode(AttentionBackend):
         cls, layer: LayerShape, groups: Sequence[Group], task: Task
     ) -> str | None:
         if layer.reconstructs_keys:
-            return "keys are rebuilt before RoPE"
+            return "keys are stored before RoPE"
         if groups[0].layout.residual:
             return RESIDUAL
         if task.observed and layer.limited:

@@ -202,7 +202,8 @@ class SizeFlags:
         None,
         "What --factor plans for. speed: layouts that a Hopper GPU reads in one pass (recipes swift"
         " and lean). size: the least loss, with all levels, though some have no kernels. balanced:"
-        " in between. By default balanced; without --recipe speed, if a GPU can use it.",
+        " in between. By default speed where no --recipe is named and a Hopper GPU can read such"
+        " layouts, else balanced.",
     )
     layouts: int | None = setting(
         None,

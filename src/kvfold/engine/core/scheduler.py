@@ -173,13 +173,13 @@ class Scheduler:
         request: Request,
         reason: FinishReason,
         error: str | None = None,
-        unsupported_reason: SettingError | None = None,
+        refusal: SettingError | None = None,
     ) -> None:
         """End a request, unless it has ended, and free its pages."""
         if request.status is Status.FINISHED:
             return
         slot, self.admission_blocked = request.slot, False
-        request.finish(reason, error, unsupported_reason)
+        request.finish(reason, error, refusal)
         self.finished.append(request)
         if slot is not None:
             self._release(request, slot)

@@ -140,8 +140,9 @@ def check_sidecar_cache(config: CacheConfig) -> None:
     """Raises SettingError for cache settings that sidecar maps do not support."""
     if config.evict is not None or config.format != CacheConfig().format or config.repair:
         raise SettingError(
-            f"`maps`: sidecar maps support no eviction, and only the format"
-            f" {CacheConfig().format!r}: leave `evict`, `repair` and `format` out"
+            f"`maps`: with maps beside the weights nothing is evicted, and the only format is"
+            f" {CacheConfig().format!r}: leave `evict`, `repair` and `format` out, or fold the maps"
+            " into the model (kvfold compress --fold)"
         )
 
 

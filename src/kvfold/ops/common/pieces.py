@@ -83,7 +83,7 @@ def latents_of(group: Group, side: Side) -> list[list[Segment]]:
     return list(latents.values())
 
 
-def unread(op: str, groups: Sequence[Group], *, joint: bool = False) -> str | None:
+def unsupported_reason(op: str, groups: Sequence[Group], *, joint: bool = False) -> str | None:
     """Why the kernels cannot read these pages tile by tile, or None.
 
     They read keys and values that are stored apart (or `joint`), in 16 bits or codes of CODES bits,

@@ -9,7 +9,7 @@ BITS = (16, 8, 4)
 SIDES = {"k": "keys", "v": "values", "kv": "keys and values"}
 
 
-def unread(
+def unsupported_reason(
     op: str, groups: Iterable[Group], sides: Mapping[Side, Iterable[Segment | None]]
 ) -> str | None:
     """Why kernels of an operation do not read the pages of these groups; None where they do:

@@ -64,7 +64,7 @@ def _unsupported_by_triton(groups: tuple[Group, ...], limited: bool = False) -> 
 
 
 def _unsupported_by_split(groups: tuple[Group, ...], limited: bool = False) -> str | None:
-    return pieces.unread("decode", groups)
+    return pieces.unsupported_reason("decode", groups)
 
 
 DECODE = Operation(
@@ -97,7 +97,7 @@ def two_passes(layout: CacheLayout, queries: int) -> str | None:
         head_dim = layout.spec.geometry.head_dim if reconstructed else None
         if reconstructed and unsupported_by_triton(layer, groups) is None:
             return "key latents of one bit width, which other kernels reconstruct keys from"
-        reason = pieces.unread("latent_decode" if reconstructed else "decode", groups)
+        reason = pieces.unsupported_reason("latent_decode" if reconstructed else "decode", groups)
         if reason := reason or one_pass.unsupported_reason(groups, queries, head_dim):
             return reason
     return None

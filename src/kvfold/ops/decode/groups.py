@@ -61,7 +61,7 @@ def unsupported_reason(groups: Sequence[Group]) -> str | None:
     if len({group.layout.has_zero_points for group in groups if group.layout.scales_per_row}) > 1:
         return "zero points in some groups: the kernels read them in all groups or in none"
     segments = {side: [x for group in groups for x in segments_of(group, side)] for side in SIDES}
-    return support.unread("decode", groups, segments)
+    return support.unsupported_reason("decode", groups, segments)
 
 
 def segments_of(group: Group, side: str) -> list[Segment]:

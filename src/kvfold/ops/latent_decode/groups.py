@@ -79,7 +79,7 @@ def unsupported_reason(layer: LayerSpec, groups: Sequence[Group]) -> str | None:
         return "latents of several scales or bit widths: the kernels read one per latent"
     if (widest := max(latent.rank for latent in layer.latents)) > WIDEST:
         return f"latents of {widest} numbers: the kernels read at most {WIDEST}"
-    return support.unread("latent_decode", groups, segments)
+    return support.unsupported_reason("latent_decode", groups, segments)
 
 
 def _segments(layer: LayerSpec, groups: Sequence[Group], side: Side) -> list[Segment | None]:

@@ -47,11 +47,11 @@ class KeyPieces:
 
 
 def unsupported_reason(layer: LayerSpec, groups: Sequence[Group]) -> str | None:
-    """Say why the kernels do not support these pages; None if they do: as `common.pieces.unread`,
-    for keys reconstructed before RoPE."""
+    """Why the kernels do not support these pages of keys that are reconstructed before RoPE; None
+    if they do. As `common.pieces.unsupported_reason`."""
     if layer.keys != "pre_rope":
         return f"keys are stored {layer.keys}: none are reconstructed"
-    return pieces.unread("latent_decode", groups, joint=True)
+    return pieces.unsupported_reason("latent_decode", groups, joint=True)
 
 
 @lru_cache(maxsize=4096)
