@@ -739,8 +739,8 @@ MEASURING = {
     "kvfold bench attention --set rounds=0": "--set rounds must be at least 1, got 0",
     "kvfold bench decode --steps 1": "--steps must be at least 2, got 1",
     "kvfold eval reference:gqa --evict snapkv --keep-tokens 0.5 --set ctx=2": (
-        "--set ctx must be at least 3 where tokens are evicted, since half of a window is "
-        "only read; got 2"
+        "--set ctx must be at least 3 where tokens are evicted, since the first half of a "
+        "window is the prompt and only the rest is scored; got 2"
     ),
     "kvfold bench serve 127.0.0.1:8000 --rate 1": (
         "'127.0.0.1:8000' is no URL; give one such as http://127.0.0.1:8000"

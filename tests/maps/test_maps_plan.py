@@ -273,7 +273,7 @@ def test_the_kind_that_holds_most_is_planned() -> None:
     assert choice.uncompressed_share(LONG_CONTEXT) == pytest.approx(1 / 3)
     assert choice.summary() == (
         "4 of 6 layers are left as they are, 4 with other heads than layers.0: they hold 33% at"
-        " 8192, 33% at 32768 tokens of the uncompressed cache"
+        " 8192, 33% at 32768 tokens of the original cache"
     )
 
 

@@ -1,6 +1,6 @@
 """Attention of one step over the page pool: the object that a model gets in place of its cache.
 
-A step packs N tokens of several sequences into one row, decoding sequences first.
+A step concatenates the N tokens of all its sequences, decoding ones first.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -84,8 +84,8 @@ class PagedAttention:
 class PagedContext(AttentionContext):
     """Attention of all layers in one step.
 
-    slots, index [N]: sequence of each token, and its row as a negative index from the end of the
-        groups' rows.
+    slots, index [N]: the pool slot of each token, and which of its sequence's newest rows it is
+        (-1: the last). `self.index` has row numbers [N, groups].
     positions: int32 [N].
     fill: which residual blocks the tokens fill, if there are any.
     layer_hook: called for each layer with the hidden states [1, N, D] that enter its attention.

@@ -3,8 +3,8 @@
 Shapes: S sequences of one call, G groups of all layers (a group is a set of KV heads whose tokens
 are evicted together), C byte classes (distinct page sizes), M pages of one call. A *row* is the
 entry of one token in one group; a page holds `layout.page` rows. A *page list* holds the pages of
-one sequence for one group. With an unquantised residual there is a second list per group, for its
-residual block (one page, which holds rows from the first on): K = G lists, or 2 G.
+one sequence for one group. K page lists: G, or 2 G if the newest tokens are stored unquantised
+(KIVI's residual): a second list per group then holds the one page of those tokens.
 
 The arena is cut into equal *slabs*. A class without free pages takes slabs and cuts them into its
 pages; slabs whose pages are all free are returned, so memory moves between classes as tokens are
@@ -51,11 +51,11 @@ class ClassStats:
 class PoolStats:
     """Where the bytes of a pool are.
 
-    total: num_bytes
-    used: pages that sequences hold
-    free: free pages and free slabs; the rest, total - used - free, is lost at the ends of slabs and
-        of the arena
-    high_water: the most that was ever used
+    total_bytes: size of the arena
+    used_bytes: of pages that sequences hold
+    free_bytes: of free pages and free slabs; the rest, total - used - free, is lost at the ends of
+        slabs and of the arena
+    high_water_bytes: the most that was ever used
     table_bytes: tables, lengths and free lists, in addition to the arena
     fragmentation: share of the arena in free pages of slabs that a class holds
     row_occupancy: rows stored / rows that their pages can hold (1 if there are none)
@@ -257,7 +257,9 @@ class Pool:
         slabs = self._slabs
         if span.pages.any():
             pages, slabs = slabs.pop(span.pages)
-            self.block_tables.view(-1)[self._cells(span)] = pages  # stale until the lengths say so
+            self.block_tables.view(-1)[self._cells(span)] = (
+                pages  # not visible until `_commit` sets lengths
+            )
         self._commit(span.slots, lengths, slabs)
         self._high_water = max(self._high_water, self.used_bytes)
 
@@ -266,8 +268,8 @@ class Pool:
         them.
 
         lengths [S, G], or [G] for one slot: at most the present ones, in host memory (a device
-        tensor is waited for). With a residual, either 0 or more than the number of quantised rows:
-        the residual block no longer holds rows that were quantised.
+        tensor is waited for). With a residual, a length is 0 or leaves all quantised rows in
+        place: they cannot return to the residual block.
         """
         index = self._opened(np.atleast_1d(slots))
         before = self.host_lengths[index]

@@ -28,9 +28,9 @@ from kvfold.ops.common.launch import upload
 
 @dataclass(eq=False, kw_only=True)
 class CachedPages:
-    """Cached pages that nobody changes: for each group, the pages from number `first` [G] on that
-    hold its rows up to `rows` [G] (both int64), which are the rows of a sequence's first `tokens`
-    tokens.
+    """Cached pages that nobody changes: of the pages of a sequence's first `tokens` tokens, those
+    from page number `first` [G] of each group on. `rows` [G] (both int64) is how many rows each
+    group has by then.
 
     offsets: int32 [M].
     pages: number of pages per class [C].
@@ -56,8 +56,8 @@ Chain = Sequence[CachedPages]  # consecutive pages of a prefix, from row 0 on
 class SharingPool(Pool):
     """A pool whose sequences may share pages. Layouts with a residual may not.
 
-    A *block* is page number n of every group, full: the pages of `page` consecutive tokens before
-    any token is evicted. used_bytes counts the pages that sequences hold, shared ones once;
+    A *block* is page n of every group, all full. While nothing is evicted, these pages hold the
+    same `page` tokens. used_bytes counts the pages that sequences hold, shared ones once;
     evictable_bytes those of cached pages without readers, which can be freed at any time.
     """
 
@@ -85,8 +85,8 @@ class SharingPool(Pool):
         return x.ref_count > 0 or x in self._evictable
 
     def has_free_pages(self, pages: Ints, keep: Chain = ()) -> bool:
-        """Whether `pages` [C] pages are free after cached pages without readers are dropped, other
-        than those in `keep`."""
+        """Drop cached pages without readers, except `keep`, until `pages` [C] pages are free.
+        Returns whether that succeeded."""
         self.touch(keep)
         return self._ensure_free(pages, keep)
 
@@ -99,8 +99,8 @@ class SharingPool(Pool):
             x.ref_count += 1
 
     def _remove_reader(self, chain: Chain) -> None:
-        """Take one from the reference counts. Pages that reach 0 stay cached; of a chain, the last
-        are dropped first."""
+        """Take one from the reference counts. Pages without readers stay cached. If memory is
+        needed later, the end of a chain is dropped before its beginning."""
         for x in reversed(chain):
             x.ref_count -= 1
             if not x.ref_count:

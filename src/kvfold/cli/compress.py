@@ -58,8 +58,8 @@ def compress(
     Parameters
     ----------
     windows
-        Also make maps for layers with a sliding window, if other layers hold most of a long
-        context.
+        Also make maps for layers with a sliding window, which are left out by default where other
+        layers hold most of a long context.
     fold
         Write an ordinary checkpoint with the maps folded into its weights, instead of maps.
     recover

@@ -39,7 +39,7 @@ from kvfold.utils.tokens import check_ids, windows
 
 QUESTION_ROOM = 64  # tokens of a question and its answer beyond the context
 NEEDLE_LENGTHS = (512, 1024, 2048, 4096)
-LEAST_EVICTED = 3  # tokens of a window of which half, rounded down, leaves 2 to score
+MIN_EVICTING_WINDOW = 3  # tokens: the first half (1) is only read, and 2 must be left to score
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +47,11 @@ class Measurement:
     """What a model is measured on, and how.
 
     windows: token ids int64 [n, T] by the name of their text. tasks: examples by the name of their
-    file. needle: contexts of hidden facts per length. lengths: of those contexts in tokens; None:
-    those of NEEDLE_LENGTHS that the model has positions for. chunk: tokens that are fed at a time.
-    batch: windows in one forward. cache: of the paged cache; None: transformers' cache. agnostic:
-    needle contexts are compressed before the model sees their question. scored_from: as in
-    `window_perplexity`. maps: to attach to the model.
+    file. needle: how many contexts with hidden facts to try per length. lengths: of those contexts
+    in tokens; None: those of NEEDLE_LENGTHS that the model has positions for. chunk: tokens that
+    are fed at a time. batch: windows in one forward. cache: settings of the paged cache; None:
+    transformers' cache. agnostic: needle contexts are compressed before the model sees their
+    question. scored_from: as in `window_perplexity`. maps: to attach to the model.
     """
 
     windows: Mapping[str, Tensor] = field(default_factory=dict)
@@ -66,11 +66,11 @@ class Measurement:
     maps: Sidecar | None = None
 
     def __post_init__(self) -> None:
-        shortest = min((ids.shape[1] for ids in self.windows.values()), default=LEAST_EVICTED)
-        if self.cache is not None and self.cache.evict and shortest < LEAST_EVICTED:
+        shortest = min((ids.shape[1] for ids in self.windows.values()), default=MIN_EVICTING_WINDOW)
+        if self.cache is not None and self.cache.evict and shortest < MIN_EVICTING_WINDOW:
             raise SettingError(
-                f"`ctx` must be at least {LEAST_EVICTED} where tokens are evicted, since half of"
-                f" a window is only read; got {shortest}"
+                f"`ctx` must be at least {MIN_EVICTING_WINDOW} where tokens are evicted, since the"
+                f" first half of a window is the prompt and only the rest is scored; got {shortest}"
             )
 
 

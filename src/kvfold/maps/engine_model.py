@@ -62,7 +62,8 @@ class LayerProjections:
         at positions int64 [N], which keys before RoPE need.
 
         Returns queries [Hq, N, r] that score stored keys, and the cache entries [N, R]. k and v are
-        None if another layer stores them; then the entries are None.
+        None if another layer stores them (vLLM's KV sharing; the engine refuses such models); then
+        the entries are None.
         """
         if self.entry_maps is not None:
             return score_space(self.entry_maps, q, k, v)
@@ -95,7 +96,7 @@ class StepCache(AttentionContext):
 
     def attend(self, layer: LayerAttention, q: Tensor, rows: Tensor) -> Tensor:
         context = getattr(_forward, "context", None)
-        assert context is not None, "an engine's model runs with a context alone"
+        assert context is not None, "a model of an engine runs inside `forward_context` only"
         out: Tensor = context.attend(layer, q, rows)
         return out
 
@@ -139,14 +140,14 @@ def check_servable(model: Any, layers: Sequence[AttentionLayer]) -> None:
         check_causal(layer.module, layer.name)
         if layer.source != layer.name:
             raise SettingError(
-                f"{layer.name} reads the keys and values of {layer.source}, which the engine does"
-                " not know: use kvfold.attach and transformers"
+                f"{layer.name} shares the keys and values of {layer.source}, which the engine does"
+                " not support: use kvfold.attach and transformers"
             )
 
 
 def served_spec(spec: CacheSpec) -> CacheSpec:
-    """The spec with values="rebuilt": attention outputs are projected up before the output
-    projection, which belongs to the model and is not folded."""
+    """The spec with values="rebuilt": values stay latents, and attention outputs are projected up,
+    because the output projection is the model's own."""
     return replace(spec, layers=tuple(replace(x, values="rebuilt") for x in spec.layers))
 
 
@@ -158,7 +159,7 @@ def served_layer(
     sinks: Tensor | None = None,
     tables: dict[bytes, RotaryTable] | None = None,
 ) -> LayerProjections:
-    """The projections of one layer for attention backends.
+    """The projections of one layer; its `layer` describes them to attention backends.
 
     index: layer number in `spec`.
     spec: from `served_spec`.
@@ -276,8 +277,8 @@ def _attention(
     position_ids: Any = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function for transformers: q [1, Hq, N, d] through the step's context to
-    [1, N, Hq, dv]."""
+    """Attention function for transformers. Takes q [1, Hq, N, d], attends in the step's context,
+    returns [1, N, Hq, dv]."""
     inputs = query, key, value, plain_positions(position_ids), getattr(module, _HANDLE)
     if torch.compiler.is_compiling():
         return torch.ops.kvfold.served_attention(*inputs), None

@@ -1,8 +1,8 @@
 """Select the layers of a model that get maps.
 
-One plan covers layers with the same heads. Layers with a short sliding window stay uncompressed if
-they hold little of a long context. So do layers whose heads differ from those of the layers that
-hold most of the cache.
+One plan covers layers with the same heads. In a model where only some layers have a sliding window,
+those layers stay uncompressed if they hold at most MAX_WINDOWED_SHARE of the cache at LONG_CONTEXT
+tokens. So do layers whose heads differ from those of the layers that hold most of the cache.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from kvfold.maps.layers import AttentionLayer
 from kvfold.models.rotary import position_limit
 
 SHORT_CONTEXT, LONG_CONTEXT = 8192, 32768  # context lengths for which shares are reported
-# Layers with a short sliding window stay uncompressed if they hold at most this share of the cache
+# Layers with a sliding window stay uncompressed if they hold at most this share of the cache
 # of a long context.
 MAX_WINDOWED_SHARE = 1 / 6
 
@@ -41,7 +41,7 @@ class LayerSelection:
         return [*self.sliding_window, *self.other_shape, *self.kv_shared]
 
     def uncompressed_share(self, tokens: int) -> float:
-        """Share of the uncompressed cache that layers without maps hold for a context of `tokens`
+        """Share of the original cache that the layers without maps hold in a context of `tokens`
         tokens."""
         return cache_share([*self.sliding_window, *self.other_shape], self.with_cache, tokens)
 
@@ -62,7 +62,7 @@ class LayerSelection:
         count = len(self.sliding_window) + len(self.other_shape)
         return (
             f"{count} of {len(self.with_cache)} layers are left as they are, {' and '.join(parts)}:"
-            f" they hold {held} tokens of the uncompressed cache"
+            f" they hold {held} tokens of the original cache"
         )
 
 

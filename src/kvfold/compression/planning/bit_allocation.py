@@ -1,10 +1,11 @@
 """Spends one budget of bits on dimensions and on their precision (reverse water-filling).
 
 Dropping a dimension with singular value s costs s^2 / 2 nats; quantising it to b bits costs
-DISTORTION[b] of that. In the optimum, bits are spent as long as they save more than a common price
-per bit. They fall with s, so a latent is a few segments of equal bits, its tiers. Latents of a set
-get the same tiers. Shapes: N sets of latents of one width w and one rule; E positions in a latent
-where a tier may begin or end.
+DISTORTION[b] of that. In the optimum all latents pay the same price per bit: a bit is spent where
+it saves more nats than that. Smaller singular values get fewer bits, so a latent falls into a few
+segments of equal bits, its tiers: 128 numbers may be 16 at 8 bits, 64 at 4 and 48 dropped. Latents
+of a set get the same tiers. Shapes: N sets of latents of one width w and one rule; E positions in a
+latent where a tier may begin or end.
 """
 
 from collections.abc import Hashable, Sequence
@@ -20,7 +21,7 @@ from kvfold.layout.formats.integers import PLANES
 # numbers are close to Gaussian.
 DISTORTION = {1: 0.361, 2: 0.117, 3: 0.0359, 4: 0.0102, 6: 0.00073, 8: 0.000042}
 SCALE_BITS = 8  # one fp8 scale a token and tier
-WIDE = 256  # latents of so many numbers are read 16 bytes at a time, narrower ones 4
+WIDE = 256  # latents of at least so many numbers are read 16 bytes at a time, others 4
 MAX_REFINE_STEPS, PRICE_DECAY = 16, 0.8  # price cuts, by this factor each, to spend what is left
 LOWEST_PRICE = 1e-20  # of a bit, over the largest s^2: smaller ones are lost in fp64 rounding
 WORD = 16  # bits: every tier is a multiple of them
@@ -210,7 +211,8 @@ class TierOptions:
         )
 
     def _costs(self, price: float) -> tuple[Tensor, list[Tensor]]:
-        """The least cost of every last state [N, loads E], and each level's back-pointers."""
+        """The least cost of every end state (loads, position), flattened to [N, loads * E], and
+        each level's back-pointers."""
         best = torch.full_like(self.dropped, torch.inf)[:, None].repeat(1, self.max_loads + 1, 1)
         best[:, 0, 0] = 0
         origins = []

@@ -1,8 +1,9 @@
 """Plans few layouts for many layers.
 
-A layout is the tiers of a layer's latents. Kernels are compiled, and the tables and plans of a step
-made, once per layout: a model with few layouts starts faster, and a step leaves the host less to
-do. In a layout latents of one role (side and width) have the same tiers, as the heads of a layer.
+A layout says which tiers a layer's latents have; all latents of one role (side and width), such as
+the keys of its heads, have the same. Kernels are compiled, and the tables and plans of a step
+built, once per layout: a model with few layouts starts faster, and a step leaves the host less to
+do. In the code a layout is the tuple of its layers' numbers.
 
 Layers that share a layout are found by merging: at the price of a bit that the plan without a limit
 pays, the two layouts whose merging costs least become one, until few enough are left. Then single
@@ -50,9 +51,9 @@ def plan_layouts(
 ) -> list[Tiers]:
     """Tiers of every latent, with a low predicted loss in `budget` bits per token, scales included.
 
-    num_layouts: most layouts of the model (None: each layer may have its own). Layers share one
-    only if their latents have the same roles and rules: more such kinds of layers than layouts get
-    one layout each.
+    num_layouts: most layouts of the model (None: each layer may have its own). Only
+    layers of one kind (same roles and rules) can share a layout, so there is at least one for each
+    kind, even if that exceeds `num_layouts`.
     """
     planner = _Planner(latents, budget)
     layouts: list[Layers] = [(layer,) for layer in planner.layers]
@@ -198,8 +199,8 @@ class _Costs:
         }
 
     def moves(self, layouts: Sequence[Layers]) -> dict[tuple[Layers, Layers, int], float]:
-        """By how much moving a layer from one of these layouts, of which some stay, to another
-        increases the cost."""
+        """How much the cost rises if one layer moves to another of these layouts. A layout's only
+        layer does not move."""
         moves = [
             (source, target, layer)
             for source, target in permutations(layouts, 2)

@@ -1,10 +1,11 @@
 """Choose the tokens of the next forward pass, and allocate pages for them.
 
 A request waits, runs (it holds a slot of the pool: it prefills in chunks, then decodes one token
-per step) and finishes. If pages run out, running requests are compressed, and then the youngest one
-is pre-empted: its pages are freed, and its prompt and outputs are prefilled again later. Without
-eviction it then generates exactly the tokens it would have generated anyway. With eviction the
-tokens may differ, because prompt and outputs are then compressed together and other entries go.
+per step) and finishes. If pages run out, entries of running requests are evicted, if there is a
+policy, and then the youngest request is pre-empted: its pages are freed, and its prompt and outputs
+are prefilled again later. Without eviction it then generates exactly the tokens it would have
+generated anyway. With eviction the tokens may differ, because prompt and outputs then compete for
+one budget. In this package "compress" means to evict entries of a request.
 """
 
 import logging
@@ -34,7 +35,8 @@ MAX_TRIED = 64  # waiting requests tried after the first one that does not fit
 
 
 class Scheduler:
-    """First come, first served: decodes of all running requests, then prefill chunks.
+    """Each step decodes all running requests, then prefills. Waiting requests are admitted in order
+    of arrival; a smaller one may overtake one that does not fit (see `_admit`).
 
     chunk: most prompt tokens of one request in a step, which bounds the delay of requests that
         decode. If none decodes and the runner supports long chunks, the limit is max_batch_tokens.
@@ -76,7 +78,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.finished: list[Request] = []  # until the engine has delivered their outputs
         self.prefix_cache = NoPrefixCache(pool, chunk) if prefix_cache is None else prefix_cache
-        # No waiting request can be admitted until one finishes or a new one arrives.
+        # True: nothing can be admitted until a request finishes or a new one arrives.
         self.admission_blocked = False
         self.num_steps = self.last_admitted = 0
         self.num_preemptions = 0
@@ -126,10 +128,11 @@ class Scheduler:
 
     def schedule_async(self, batch: Batch) -> Batch | None:
         """Schedule the decode step after `batch`, which has been launched, before its sampled
-        tokens reach the host, and allocate its pages: one more token of each running request that
-        does not reach its own limit.
+        tokens reach the host, and allocate its pages: one more token of each running request,
+        except those whose sampled token is their last.
 
-        None if the sampled tokens or a waiting request might change the batch.
+        None if it must wait for the sampled tokens: a request may be admitted, is to be compressed
+        or edits its logits, or pages are missing.
         """
         sampled = [x.request for x in batch.with_logits if x.request.status is Status.RUNNING]
         requests = [x for x in sampled if x.num_outputs + 1 < x.sampling.max_new_tokens]
@@ -163,7 +166,8 @@ class Scheduler:
         request.advance(num_computed)
 
     def mark_computed(self, batch: Batch) -> None:
-        """Count the tokens of a batch as computed, and add full blocks to the prefix cache."""
+        """Count the tokens of a launched batch as computed, since later launches on the device run
+        after it, and add full blocks to the prefix cache."""
         for chunk in batch.chunks:
             chunk.request.advance(len(chunk.tokens))
             self.prefix_cache.publish(chunk.request)
@@ -304,7 +308,8 @@ class Scheduler:
         return max((start + tokens) // multiple * multiple - start, 0)
 
     def _prompt_budget(self, scheduled: ScheduledTokens) -> int:
-        """Prompt tokens that the next step can take in addition, by number and by time."""
+        """How many more prompt tokens fit into the next step: at most `max_batch_tokens` in all
+        and, if requests decode, what `pace` allows."""
         budget = self.max_batch_tokens - sum(scheduled.values())
         if not any(request.prefilled for request in scheduled):
             return budget
@@ -328,7 +333,8 @@ class Scheduler:
     # Admission ------------------------------------------------------------------------------------
 
     def _admission_postponed(self, steps: int = 0) -> bool:
-        """Whether `Schedule.admit_every` still delays admission `steps` steps from now."""
+        """Whether `Schedule.admit_every` still delays admission `steps` steps from now. A first
+        waiting prompt of at least one chunk is never delayed."""
         early = self.num_steps + steps - self.last_admitted < self.when.admit_every
         return early and all(x.num_pending < self.chunk for x in islice(self.waiting, 1))
 

@@ -1,8 +1,8 @@
 """Build the attention metadata of a batch: which tokens attend in one call.
 
-Decodes form one call. A prefill chunk is split where its queries start to count for eviction
-scores. On a GPU, chunks of similar length form one call with padding, to save launches; elsewhere
-each is a call of its own.
+Decodes form one call. A prefill chunk is cut in two where its queries begin to count for eviction
+scores. On a GPU, chunk parts of similar length are padded and share a call, which saves launches;
+on other devices each part is a call. (In `attention` a call is called a part of the step.)
 
 Shapes: N tokens of a batch; B chunk parts of a call, T tokens of the longest.
 """
@@ -50,8 +50,8 @@ def build_attention_metadata(
 ) -> list[AttentionMetadata]:
     """One AttentionMetadata per attention call. Each token of the batch is in exactly one.
 
-    positions: int64 [N]. evicts: whether entries of a request may be evicted; if no decoding
-        request is evicted, the queries of decodes are not observed.
+    positions: int64 [N]. evicts: tells whether a request's entries may be evicted. If
+        none of the decoding requests' may, their queries are not observed.
     """
     calls, singles = [], decodes(batch)
     if singles:
@@ -101,8 +101,8 @@ def _unobserved(view: PoolView, chunk: ScheduledChunk) -> int:
 
 
 def _calls(view: PoolView, parts: list[_ChunkPart]) -> list[list[_ChunkPart]]:
-    """Group parts into calls: the lengths differ by a factor of at most two. Observed parts have
-    equal lengths, since padding repeats a query, which must not count twice."""
+    """Group parts into calls. In a call the longest part is at most twice the shortest; observed
+    parts are equally long, because padding repeats a query, which would be counted twice."""
     scorer = None if view.policy is None else view.policy.scorer
     if view.device.type not in BATCHED_DEVICES or isinstance(scorer, Local):
         return [[part] for part in parts]
