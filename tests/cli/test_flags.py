@@ -193,7 +193,7 @@ def test_help_of_settings_lists_those_without_a_flag(capsys) -> None:
 @pytest.mark.parametrize(
     ("setting", "answer"),
     [
-        ("pages=4", "got 'pages=4'; did you mean page?"),
+        ("pages=4", "has no setting 'pages'; did you mean page?"),
         ("page", "--set page needs a value, as in --set page=VALUE"),
         ("repair=perhaps", "--set repair is true or false; got 'perhaps'"),
         ("page=x", 'Invalid value for --set page: unable to convert "x" into int.'),

@@ -197,7 +197,7 @@ def test_a_model_of_any_type_needs_no_maps(here: Path, capsys, monkeypatch) -> N
         assert record["baseline_bytes_per_token"] == full
     monkeypatch.setattr("kvfold.hub.loading._load_directory", None)
     said = refused(capsys, "eval", model, "--evict", "random", "--keep-tokens", ".5")
-    assert "no eviction" in said
+    assert "nothing is evicted" in said
     for name in ("inspect", "capacity", "compare"):
         assert "is of no family that kvfold folds" in refused(capsys, name, model)
     said = refused(capsys, "compress", model, "--fold", "--output", here / "folded")

@@ -113,8 +113,8 @@ def test_a_prompt_may_be_longer_than_a_chunk(name: str, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "why"),
     [
-        ("llama", {"evict": "h2o", "keep_tokens": 0.5}, "no eviction"),
-        ("llama", {"format": "kivi", "bits": 4}, "only the format"),
+        ("llama", {"evict": "h2o", "keep_tokens": 0.5}, "nothing is evicted"),
+        ("llama", {"format": "kivi", "bits": 4}, "the only format is"),
     ],
 )
 def test_what_is_not_served_is_refused(name: str, settings, why: str, tmp_path) -> None:

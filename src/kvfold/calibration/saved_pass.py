@@ -90,7 +90,11 @@ class SavedPass:
                 torch.save({"about": _header(key), **vars(now)}, file)
         except (OSError, RuntimeError, ValueError) as error:
             self._fails = True
-            logger.warning("calibration goes on without being saved: %s", error)
+            logger.warning(
+                "calibration cannot be saved in %s, so it starts anew if it is stopped now: %s",
+                self.path,
+                str(error).splitlines()[0] if str(error) else type(error).__name__,
+            )
             return
         self.progress = (now.done, total)
         end = self.clock()

@@ -110,8 +110,8 @@ class Settings:
             near = get_close_matches(name, self.arguments, 1)
             advice = f"; did you mean {near[0]}?" if near else ""
             raise ValueError(
-                f"--set takes NAME=VALUE, of the settings that `kvfold {self.line} --set help`"
-                f" lists; got {text!r}{advice}"
+                f"--set takes NAME=VALUE, and `kvfold {self.line}` has no setting {name!r}"
+                f"{advice}: `kvfold {self.line} --set help` lists all; got {text!r}"
             )
         if self.arguments[name].hint is not bool:
             if not equals:
