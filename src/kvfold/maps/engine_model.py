@@ -140,7 +140,7 @@ def check_servable(model: Any, layers: Sequence[AttentionLayer]) -> None:
         check_causal(layer.module, layer.name)
         if layer.source != layer.name:
             raise SettingError(
-                f"{layer.name} shares the keys and values of {layer.source}, which the engine does"
+                f"{layer.name} reads the keys and values of {layer.source}, which the engine does"
                 " not support: use kvfold.attach and transformers"
             )
 
