@@ -36,7 +36,7 @@ from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from kvfold.bench.synthetic_engine import WIDTHS
-from vllm_speed import MAPS, VARIANTS, capacity, device, write_config, write_maps
+from vllm_speed import MAPS, cache_options, capacity, device, write_config, write_maps
 
 JOINING = 4  # sessions that read their first context at the same time
 WAIT = 20  # seconds after the counted time for turns that are not answered yet
@@ -199,16 +199,6 @@ def share(values: list[float], part: float = 0.95) -> float:
 
 
 def engine(folder: Path, maps: Path, options: argparse.Namespace) -> LLM:
-    given: dict[str, Any] = {}
-    kind = options.kind
-    if kind.startswith("bits-"):
-        given["additional_config"] = {"kvfold": {"bits": int(kind.removeprefix("bits-"))}}
-    elif kind == "fp8":
-        given["kv_cache_dtype"] = "fp8"
-    elif kind != "bf16-full":
-        given["block_size"] = VARIANTS[kind.removeprefix(MAPS)].page
-    if kind.startswith(MAPS):
-        given["additional_config"] = {"kvfold": {"maps": str(maps)}}
     return LLM(
         str(folder),
         load_format="dummy",
@@ -221,7 +211,7 @@ def engine(folder: Path, maps: Path, options: argparse.Namespace) -> LLM:
         enable_prefix_caching=True,
         disable_log_stats=True,
         seed=0,
-        **given,
+        **cache_options(options.kind, maps),
     )
 
 

@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
@@ -107,19 +108,25 @@ def _random_maps(latent: Latent, head_dim: int, make: torch.Generator) -> Latent
     return LatentMaps(down, down.clone(), torch.zeros(wide))
 
 
+def cache_options(kind: str, maps: Path) -> dict[str, Any]:
+    """Arguments of vLLM's engine for a cache of this KIND."""
+    options: dict[str, Any] = {}
+    if kind.startswith("bits-"):
+        options["additional_config"] = {"kvfold": {"bits": int(kind.removeprefix("bits-"))}}
+    elif kind == "fp8":
+        options["kv_cache_dtype"] = "fp8"
+    elif kind != "bf16-full":
+        options["block_size"] = VARIANTS[kind.removeprefix(MAPS)].page
+    if kind.startswith(MAPS):
+        options["additional_config"] = {"kvfold": {"maps": str(maps)}}
+    return options
+
+
 def engine(folder: Path, given: argparse.Namespace, maps: Path) -> LLM:
     most = max(given.batch + given.users + [given.slots])
     sizes = {*given.batch, *(1 << i for i in range(most.bit_length()) if 1 << i <= most)}
     options = {"compilation_config": {"cudagraph_capture_sizes": sorted(sizes)}}
-    if given.kind.startswith("bits-"):
-        bits = int(given.kind.removeprefix("bits-"))
-        options |= {"additional_config": {"kvfold": {"bits": bits}}}
-    elif given.kind == "fp8":
-        options["kv_cache_dtype"] = "fp8"
-    elif given.kind != "bf16-full":
-        options["block_size"] = VARIANTS[given.kind.removeprefix(MAPS)].page
-    if given.kind.startswith(MAPS):
-        options["additional_config"] = {"kvfold": {"maps": str(maps)}}
+    options |= cache_options(given.kind, maps)
     if given.apart:
         from kvfold.vllm_plugin.layer import FoldedLayer
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kvfold.compression.planning.bit_allocation import any_tiers, cost, plan_sets, predicted_loss
+from kvfold.compression.planning.bit_allocation import any_tiers, cost, plan_tiers, predicted_loss
 from kvfold.compression.planning.few_layouts import LayerLatent, plan_layouts
 from kvfold.compression.planning.preference import one_pass_tiers
 from kvfold.compression.planning.target import Target
@@ -61,13 +61,8 @@ def best_loss(latents: list[LayerLatent], most: int) -> float:
     for sets in partitions(sorted({x.layer for x in latents}), most):
         number = {layer: i for i, x in enumerate(sets) for layer in x}
         names = [(number[x.layer], x.role) for x in latents]
-        rule = {name: x.rule for name, x in zip(names, latents, strict=True)}
-        members: dict = {name: [] for name in rule}
-        for name, x in zip(names, latents, strict=True):
-            members[name].append(x.singular.double())
-        planned, _ = plan_sets([*members.values()], [*rule.values()], BITS)
-        tiers = dict(zip(rule, planned, strict=True))
-        losses.append(loss_of(latents, [tiers[name] for name in names]))
+        spectra, rules = [x.singular for x in latents], [x.rule for x in latents]
+        losses.append(loss_of(latents, plan_tiers(spectra, BITS, rules, names)))
     return min(losses)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvfold.calibration.statistics.moments import Moment
 from kvfold.calibration.statistics.quantities import Sampled
+from kvfold.utils.errors import first_line
 from kvfold.utils.files import new_file
 
 logger = logging.getLogger(__name__)
@@ -93,7 +94,7 @@ class SavedPass:
             logger.warning(
                 "calibration cannot be saved in %s, so it starts anew if it is stopped now: %s",
                 self.path,
-                str(error).splitlines()[0] if str(error) else type(error).__name__,
+                first_line(error),
             )
             return
         self.progress = (now.done, total)

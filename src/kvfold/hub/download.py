@@ -14,8 +14,7 @@ from typing import Any
 from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
-from kvfold.hub.gguf import first_line
-from kvfold.utils.errors import SettingError
+from kvfold.utils.errors import SettingError, first_line
 
 SECONDS = 5.0  # to wait for an answer
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufCo
 from transformers.integrations.gguf import read_gguf_metadata
 
 from kvfold.hub.gguf_check import check_file
+from kvfold.utils.errors import first_line
 
 PACKAGES = ("gguf", "accelerate")
 _DTYPES = {0: torch.float32, 1: torch.float16}  # by general.file_type
@@ -143,12 +144,3 @@ def _check_rope(path: str, metadata: dict[str, Any], tensors: tuple[str, ...]) -
 def _quiet() -> AbstractContextManager[Any]:
     """Context manager: hide transformers' progress bar unless stderr is a terminal."""
     return nullcontext() if sys.stderr.isatty() else redirect_stderr(StringIO())
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, with the second if the first ends in a colon; its type
-    if there is no message."""
-    lines = [line.strip() for line in str(error).strip().splitlines()]
-    if not lines or isinstance(error, KeyError):  # which is only the key
-        lines = [" ".join([type(error).__name__, *lines])]
-    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])

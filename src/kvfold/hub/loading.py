@@ -18,10 +18,9 @@ from kvfold.hub import reference as reference_models
 from kvfold.hub.checkpoint import spec_of  # also registers the checkpoint format
 from kvfold.hub.device import check_device, check_dtype
 from kvfold.hub.download import hub_options, why_not_found
-from kvfold.hub.gguf import first_line
 from kvfold.models.families import check_model, family_of, has_family
 from kvfold.models.weights import check_complete, check_finite
-from kvfold.utils.errors import SettingError
+from kvfold.utils.errors import SettingError, first_line
 from kvfold.utils.files import check_here
 from kvfold.utils.text import json_object
 

@@ -35,3 +35,12 @@ def renamed(**names: str) -> Iterator[None]:
             return f"`{names.get(name, name)}{'' if value is None else f'={value}'}`"
 
         raise SettingError(error.with_names(rename)) from None
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, with the second if the first ends in a colon; its type
+    if there is no message."""
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    if not lines or isinstance(error, KeyError):  # which is only the key
+        lines = [" ".join([type(error).__name__, *lines])]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])

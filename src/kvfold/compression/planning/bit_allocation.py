@@ -80,18 +80,28 @@ def plan_tiers(
     one rule (None: every latent by itself). The price of a bit is found by bisection; then it is
     lowered in steps, and single sets spend what is left of the budget.
     """
+    return priced_tiers(spectra, budget, rules, sets)[0]
+
+
+def priced_tiers(
+    spectra: Sequence[Tensor],
+    budget: int,
+    rules: Sequence[TierRule],
+    sets: Sequence[Hashable] | None = None,
+) -> tuple[list[Tiers], float]:
+    """As `plan_tiers`; also returns the price of a bit in nats."""
     names = range(len(spectra)) if sets is None else sets
     members: dict[Hashable, list[Tensor]] = {}
     for name, s in zip(names, spectra, strict=True):
         members.setdefault(name, []).append(s.double())
     rule_of = dict(zip(names, rules, strict=True))
     set_rules = [rule_of[name] for name in members]
-    planned, _ = plan_sets([*members.values()], set_rules, budget)
+    planned, price = _plan_sets([*members.values()], set_rules, budget)
     tiers_of = dict(zip(members, planned, strict=True))
-    return [tiers_of[name] for name in names]
+    return [tiers_of[name] for name in names], price
 
 
-def plan_sets(
+def _plan_sets(
     sets: Sequence[Sequence[Tensor]], rules: Sequence[TierRule], budget: int
 ) -> tuple[list[Tiers], float]:
     """Tiers of every set, and the price of a bit in nats. sets: the singular values, in fp64, of

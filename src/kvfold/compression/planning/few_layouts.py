@@ -23,8 +23,8 @@ from kvfold.compression.planning.bit_allocation import (
     TierOptions,
     TierRule,
     options_of,
-    plan_sets,
     predicted_loss,
+    priced_tiers,
 )
 from kvfold.layout import Side, Tiers
 
@@ -60,16 +60,15 @@ def plan_layouts(
     best = planner.plan(layouts)
     if num_layouts is None or len(planner.distinct(best)) <= num_layouts:
         return best.tiers
-    price = best.price
-    for round in range(ROUNDS):
-        costs = planner.costs(price)
-        if round == 0:
-            layouts = planner.merged(num_layouts, costs)
-        layouts = planner.improved(layouts, costs)
+    costs = planner.costs(best.price)
+    layouts = planner.improved(planner.merged(num_layouts, costs), costs)
+    best = planner.plan(layouts)
+    for _ in range(ROUNDS - 1):
+        layouts = planner.improved(layouts, planner.costs(best.price))
         candidate = planner.plan(layouts)
-        if round and candidate.loss >= best.loss:
+        if candidate.loss >= best.loss:
             break
-        best, price = candidate, candidate.price
+        best = candidate
     return best.tiers
 
 
@@ -109,16 +108,10 @@ class _Planner:
     def plan(self, layouts: Sequence[Layers]) -> _Plan:
         """The plan in which the layers of each layout have the same tiers by role."""
         layout_of = {layer: number for number, layers in enumerate(layouts) for layer in layers}
-        sets: dict[Hashable, list[Tensor]] = defaultdict(list)
-        rules = {}
-        names = [(layout_of[x.layer], x.role) for x in self.latents]
-        for name, latent in zip(names, self.latents, strict=True):
-            sets[name].append(latent.singular.double())
-            rules[name] = latent.rule
-        planned, price = plan_sets([*sets.values()], [*rules.values()], self.budget)
-        tiers_of = dict(zip(sets, planned, strict=True))
-        tiers = [tiers_of[name] for name in names]
         spectra = [x.singular for x in self.latents]
+        rules = [x.rule for x in self.latents]
+        sets = [(layout_of[x.layer], x.role) for x in self.latents]
+        tiers, price = priced_tiers(spectra, self.budget, rules, sets)
         loss = sum(map(predicted_loss, spectra, tiers))
         return _Plan(tiers=tiers, price=price, loss=loss)
 
