@@ -66,6 +66,12 @@ class AttentionBackend(ABC):
         return False
 
     @classmethod
+    def replays(cls, layer: LayerAttention) -> bool:
+        """Whether all that `attend` launches for a layer is recorded (`ops.common.recording`), so
+        that it can be repeated for other layers with the same shape and layout."""
+        return False
+
+    @classmethod
     def prepare(
         cls, view: CacheView, layers: Sequence[LayerAttention], observer: Observer | None
     ) -> "Callable[[CacheView], AttentionBackend]":

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvfold.layout import Geometry, Latent, LayerSpec
 from kvfold.ops.common.attention import Tables, attention, rotate
+from kvfold.ops.common.head_products import map_latents, up_project
 from kvfold.ops.maps import OutputMaps, outputs
 from kvfold.ops.sinks import with_sinks
 
@@ -241,6 +242,16 @@ class LayerAttention(LayerShape):
         out, weights = attention(q, k, v, mask, self.scale, need_weights, self.softcap, self.sinks)
         return self.merge_heads(out, mapped=first), weights
 
+    @cached_property
+    def attention_tensors(self) -> tuple[Tensor, ...]:
+        """The layer's tensors that attention over pages reads, in an order that all layers
+        share."""
+        tensors = [self.key_up, self.key_mean, self.value_up, self.sinks]
+        if (maps := self.output_maps) is not None:
+            packed = () if maps.packed is None else (*maps.packed,)
+            tensors += [maps.value_up, maps.mean, *packed]
+        return tuple(x for x in tensors if isinstance(x, Tensor))
+
     def with_sinks(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Add the layer's sinks to the softmax of a kernel's result, out [B, Hq, T, .] and lse fp32
         [B, Hq, T], as `ops.sinks` does. Unchanged for a layer without sinks."""
@@ -261,13 +272,12 @@ class LayerAttention(LayerShape):
             return torch.cat([out[:, head, :, :rank] for head, rank in enumerate(ranks)], dim=-1)
         if self.value_up is not None and not mapped:
             up = self.value_columns.per_head(self.value_up, g.head_width("v"))
-            out = out.unflatten(1, (g.num_kv_heads, g.queries_per_kv))
-            out = torch.einsum("bhgtr,hdr->bhgtd", out, up).flatten(1, 2)
+            return up_project(out, up, into).flatten(2)
         return out.transpose(1, 2).flatten(-2)
 
     def _mapped(self, z: Tensor, stack: Tensor) -> Tensor:
         """Project z [B, S, n, r] up with a stack [n, heads * d, r]: [B, S, Hk, d]."""
-        full = torch.einsum("bsnr,ncr->bsnc", z, stack)
+        full = map_latents(z, stack)
         return full.reshape(*z.shape[:2], self.geometry.num_kv_heads, -1)
 
 

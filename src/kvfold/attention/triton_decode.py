@@ -19,6 +19,7 @@ from kvfold.attention.metadata import AttentionMetadata, CacheView
 from kvfold.attention.observer import Observer
 from kvfold.layout.pages import Group
 from kvfold.ops import decode, latent_decode, observe
+from kvfold.ops.common.recording import contiguous
 from kvfold.ops.decode import Limits
 from kvfold.ops.latent_decode import KeyMaps
 
@@ -86,6 +87,10 @@ class TritonDecode(AttentionBackend):
     def needs_observer(cls, groups: Sequence[Group], device_type: str) -> bool:
         """True for rows that `ops.observe` reads again, which are those that one pass decodes."""
         return observe.why_not(groups, device_type) is None
+
+    @classmethod
+    def replays(cls, layer: LayerAttention) -> bool:
+        return layer.value_columns.uniform
 
     @classmethod
     def prepare(
@@ -164,7 +169,7 @@ class LatentDecode(AttentionBackend):
         self, layer: LayerAttention, part: AttentionMetadata, q: Tensor, into: Tensor | None = None
     ) -> Tensor:
         """q [B, Hq, 1, d], rotated -> [B, 1, W]."""
-        q = q[:, :, 0].contiguous()
+        q = contiguous(q[:, :, 0])
         if not self.plans:
             self._plan(part, q)
         inputs = self.view.pages[layer.index], part.slots, layer.scale

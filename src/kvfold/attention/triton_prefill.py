@@ -40,6 +40,10 @@ class TritonPrefill(AttentionBackend):
             observe.why_not(groups, task.device_type) if task.observed else None
         )
 
+    @classmethod
+    def replays(cls, layer: LayerAttention) -> bool:
+        return layer.value_columns.uniform and not layer.reconstructs_keys
+
     def attend(
         self, layer: LayerAttention, part: AttentionMetadata, q: Tensor, into: Tensor | None = None
     ) -> Tensor:

@@ -10,7 +10,8 @@ Shapes: B requests of a step, N its tokens, n blocks of the longest request, G g
 numbers of a cache entry, Hq query heads, W numbers of the output projection's input.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -32,11 +33,15 @@ from kvfold.layout.pages import UNIT, CacheLayout, Group
 from kvfold.ops import store
 from kvfold.ops.common.pages import LayerPages
 from kvfold.ops.common.plan import cdiv
+from kvfold.ops.common.recording import Recording, copy
 
 # In order of preference; the first that supports a layer is used (`attention.selector`).
 DECODE: tuple[type[AttentionBackend], ...] = (TritonDecode, LatentDecode, NumbaDecode, Fallback)
 PREFILL: tuple[type[AttentionBackend], ...] = (TritonPrefill, Fallback)
 LONG_CHUNK = 1024  # tokens of a prefill chunk with enough tiles to fill a GPU
+# Of a recording: the cached entries of some 50K tokens. With longer prompts the GPU takes longer
+# than the host.
+MAX_KEPT_BYTES = 128 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +98,24 @@ class BlockAttention:
         for backend in {*self.decode.values(), *self.prefill.values()}:
             decoded = [x for x in layers if self.decode[x.index] is backend]
             self.backend_factories[backend] = backend.prepare(view, decoded, None)
+        self.kinds = self._kinds()
+
+    def _kinds(self) -> dict[int, int]:
+        """Numbers of layers, equal for those whose attention launches the same kernels. Left out
+        are layers of which there is only one, and those of which not all is recorded."""
+        kinds: dict[int, Hashable] = {}
+        for i, layer in self.layers.items():
+            groups, backends = (
+                self.view.layout.groups_of_layer(i),
+                (self.decode[i], self.prefill[i]),
+            )
+            stored = store.STORE.which(self.view.device.type, groups)
+            if stored == "triton" and all(backend.replays(layer) for backend in backends):
+                pages = tuple((group.heads, group.layout) for group in groups)
+                shape = layer.spec, layer.geometry, layer.window, layer.has_sinks, id(layer.rope)
+                kinds[i] = (pages, *shape, *backends)
+        repeated = [kind for kind, count in Counter(kinds.values()).items() if count > 1]
+        return {i: repeated.index(kind) for i, kind in kinds.items() if kind in repeated}
 
     def begin(self, step: BlockStep) -> "BlockContext":
         return BlockContext(self, step)
@@ -229,6 +252,7 @@ class BlockContext:
         self.zeros = torch.zeros_like(self.slots)
         self.parts = self._parts()
         self.backends = {x: make(self.view) for x, make in attention.backend_factories.items()}
+        self.recordings: dict[Hashable, Recording] = {}
         self.tables: dict[tuple[int, ...], Tensor] = {}
         self.indices: dict[int, tuple[Tensor, Tensor]] = {}  # by number of groups
 
@@ -246,7 +270,31 @@ class BlockContext:
         q [Hq, N, .]: queries in score space.
         entries [N, R]: of the step's tokens; None if another layer stores them.
         """
-        self._store(layer, cache, entries)
+        kind = self.attention.kinds.get(layer.index)
+        location = self.attention.location(layer.index, cache)
+        if kind is None or self.step.max_lengths is None:
+            self._attend(layer, location, q, entries, out)
+            return
+        tensors = [location.arena, q, out, *layer.attention_tensors]
+        if entries is not None:
+            tensors.append(entries)
+        key = kind, location.blocks, location.stride, entries is None
+        known = self.recordings.get(key)
+        if known is None or not known.replay(tensors):
+            with Recording(tensors) as recording:
+                self._attend(layer, location, q, entries, out)
+            if recording.nbytes <= MAX_KEPT_BYTES:
+                self.recordings[key] = recording
+
+    def _attend(
+        self,
+        layer: LayerAttention,
+        location: BlockLocation,
+        q: Tensor,
+        entries: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        self._store(layer, location, entries)
         attention, packed = self.attention, q[None]
         for part in self.parts:
             backends = attention.decode if part.decode else attention.prefill
@@ -254,14 +302,15 @@ class BlockContext:
             part_out = part_out.view(*part.positions.shape, -1)
             backend = self.backends[backends[layer.index]]
             outputs = backend.attend(layer, part, part.slice_of(packed), part_out)
-            if outputs is not part_out:
-                part_out.copy_(outputs)
+            if outputs.data_ptr() != part_out.data_ptr():
+                copy(part_out, outputs)
 
-    def _store(self, layer: LayerAttention, cache: Tensor, entries: Tensor | None) -> None:
+    def _store(
+        self, layer: LayerAttention, location: BlockLocation, entries: Tensor | None
+    ) -> None:
         """Append the step's entries, unless another layer stores them, and set the layer's
         pages."""
         groups = self.view.layout.groups_of_layer(layer.index)
-        location = self.attention.location(layer.index, cache)
         slots, lengths = self._indices(len(groups))
         if entries is not None:
             all_blocks = LayerPages(location.arena, location.tables, lengths, groups)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvfold.ops.common.launch import launch_options
 from kvfold.ops.common.plan import Slices, cdiv, power_of_two
+from kvfold.ops.common.recording import launch
 from kvfold.ops.common.step_kernel import step_kernel
 from kvfold.ops.decode.kernels import after_launch
 
@@ -38,7 +39,8 @@ def combine(
     """
     items = slices.counts.shape[0]
     how = cut(slices.starts.shape[0], items, width)
-    combine_kernel[(items, heads, width // how["COLUMNS"])](
+    launch(
+        combine_kernel, (items, heads, width // how["COLUMNS"]),
         out, lse, part, part_ml, table, slices.firsts, slices.counts,
         slices.firsts if slices.order is None else slices.order,
         G=len(table), HQ=out.shape[1], GP=part_ml.shape[2], DO=out.shape[2], DV=width,

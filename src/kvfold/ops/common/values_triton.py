@@ -20,6 +20,7 @@ from kvfold.ops.common.launch import launch_options
 from kvfold.ops.common.pages import LayerPages, words_of
 from kvfold.ops.common.pieces import VALUE_FIELDS, Pieces, equal_values
 from kvfold.ops.common.plan import Slices, padded_queries
+from kvfold.ops.common.recording import launch
 from kvfold.ops.common.split import SPAN, Workspace
 from kvfold.ops.common.step_kernel import step_kernel
 from kvfold.ops.common.tuning import Tuning
@@ -241,7 +242,8 @@ def attend_values(
         "HQ": num_heads, "N": heads, "GP": padded_queries(heads), "DO": width,
         "DV": room.part.shape[-1], "FIELDS": VALUE_FIELDS,
     }  # fmt: skip
-    value_kernel[(slices.starts.shape[0] - 1,)](
+    launch(
+        value_kernel, (slices.starts.shape[0] - 1,),
         out, lse, room.part, room.part_ml, room.weights, room.tops,
         words_of(arena, torch.uint16 if coded else q.dtype), words_of(arena, torch.int32),
         tables, tables.stride(0), tables.stride(1), lengths, lengths.stride(0), slots,

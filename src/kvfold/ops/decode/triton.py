@@ -22,6 +22,7 @@ from kvfold.ops.common.launch import launch_options, multiprocessors
 from kvfold.ops.common.pages import LayerPages, words_of
 from kvfold.ops.common.plan import Slices, padded_queries, padded_width
 from kvfold.ops.common.plan_triton import plan_slices
+from kvfold.ops.common.recording import contiguous, launch
 from kvfold.ops.common.tuning import Tuning
 from kvfold.ops.decode.groups import DecodeGroups, decode_groups
 from kvfold.ops.decode.kernels import decode_kernel
@@ -95,7 +96,7 @@ def decode(
     """See `ops.decode.decode`."""
     arena, tables, lengths, _ = pages
     num_groups = len(pages.groups)
-    q, queries = q.contiguous(), q.shape[1] // num_groups
+    q, queries = contiguous(q), q.shape[1] // num_groups
     groups = decode_groups(pages.groups, queries, q.device)
     plan = plan or plan_layers([pages.groups], lengths, queries, slots=slots)[0]
     slices, tuning = plan.slices, plan.tuning
@@ -110,7 +111,8 @@ def decode(
         "DV": values, "ORDER": slices.order is not None, **launch_options(q.device),
     }  # fmt: skip
     scales = words_of(arena, torch.int32 if groups.paired else torch.float16)
-    decode_kernel[(slices.starts.shape[0] - 1,)](
+    launch(
+        decode_kernel, (slices.starts.shape[0] - 1,),
         q, q.stride(0), out, lse, plan.part, plan.part_ml,
         *words, scales, tables, tables.stride(0), tables.stride(1),
         plan.lengths, slots, groups.table, slices.starts, slices.counts, order,

@@ -36,6 +36,7 @@ from kvfold.ops.common.pieces import (
     widest_value,
 )
 from kvfold.ops.common.plan import padded_queries
+from kvfold.ops.common.recording import contiguous, launch
 from kvfold.ops.common.split import SPAN, VALUES, SplitPlan, plan_split
 from kvfold.ops.common.tuning import Tuning
 from kvfold.ops.common.values_triton import attend_values
@@ -86,7 +87,7 @@ def decode(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `ops.decode.decode`."""
     _, tables, lengths, groups = pages
-    q, queries = q.contiguous(), q.shape[1] // len(owner_of(groups))
+    q, queries = contiguous(q), q.shape[1] // len(owner_of(groups))
     if plan is None:
         counts = lengths[slots]
         rows = counts.numel() * tables.shape[2] * groups[0].layout.page
@@ -117,7 +118,8 @@ def _score(
     if limits is not None:
         cap, window = limits.softcap or cap, limits.window or window
         positions, places = limits.positions.contiguous(), _places(groups, q.device)
-    kernel[(plan.scores.starts.shape[0] - 1,)](
+    launch(
+        kernel, (plan.scores.starts.shape[0] - 1,),
         q, q.stride(0), workspace.weights, workspace.tops,
         words_of(arena, torch.uint16 if coded else q.dtype), words_of(arena, torch.int32),
         tables, tables.stride(0), tables.stride(1), lengths, lengths.stride(0), slots,

@@ -24,6 +24,7 @@ from kvfold.ops.common.launch import launch_options, multiprocessors
 from kvfold.ops.common.pages import LayerPages, words_of
 from kvfold.ops.common.plan import Slices, padded_queries, padded_width, power_of_two
 from kvfold.ops.common.plan_triton import plan_slices
+from kvfold.ops.common.recording import launch
 from kvfold.ops.common.tuning import Tuning
 from kvfold.ops.latent_decode.fold_triton import fold_kernel
 from kvfold.ops.latent_decode.groups import LatentGroups, Layer, latent_groups
@@ -150,7 +151,8 @@ class _Step:
         if drift.powers.numel():
             items = runs * group_heads
             longest = -(-self.pages.tables.shape[2] * groups.page // drift.reach)
-            fold_kernel[(max(1, min(longest, FOLDING // items)), items)](
+            launch(
+                fold_kernel, (max(1, min(longest, FOLDING // items)), items),
                 self.q, self.q.stride(0), packed.up, packed.sums, self.maps.angles, drift.powers,
                 folded, extra, *self._where[3:], self.plan.bases, G=len(self.pages.groups),
                 SPAN=SPAN, WORDS=words, WP=padded_width(words), SHARE=packed.share,
@@ -177,7 +179,8 @@ class _Step:
             from kvfold.ops.latent_decode import scores_gluon
 
             alike = groups.narrowest[0] == groups.widths[0]
-            scores_gluon.score_kernel[grid](
+            launch(
+                scores_gluon.score_kernel, grid,
                 self.q, self.q.stride(0), packed.up_by_share, *angles, *inputs,
                 words_of(arena, torch.float16), *place, G=len(self.pages.groups),
                 HEADS=plan.passes.heads, LATENTS=plan.passes.heads // packed.share,
@@ -186,7 +189,8 @@ class _Step:
                 **launch_options(self.q.device),
             )  # fmt: skip
             return
-        score_kernel[grid](
+        launch(
+            score_kernel, grid,
             self.q, self.q.stride(0), packed.up, *angles, self.maps.angles, *inputs,
             words_of(arena, torch.int32), *place, TRACKED=groups.tracked,
             BIASED=self.maps.biased, EXACT=groups.narrowest[0] * bits == 16 * (first + second),
@@ -203,7 +207,8 @@ class _Step:
         widths = {
             "N": heads, "GP": padded_queries(heads), "DO": out.shape[-1], "DV": room.part.shape[-1],
         }  # fmt: skip
-        value_kernel[(slices.starts.shape[0] - 1,)](
+        launch(
+            value_kernel, (slices.starts.shape[0] - 1,),
             out, lse, room.part, room.part_ml, room.weights, room.tops,
             words_of(self.pages.arena, q.dtype if bits == 16 else torch.uint16),
             words_of(self.pages.arena, torch.int32), *self._where, groups.values, plan.bases,

@@ -22,6 +22,7 @@ from kvfold.ops.common.launch import launch_options
 from kvfold.ops.common.pages import LayerPages, owner_of, words_of
 from kvfold.ops.common.pieces import value_heads, value_pieces, widest_value
 from kvfold.ops.common.plan import power_of_two
+from kvfold.ops.common.recording import launch
 from kvfold.ops.common.split import SplitPlan, plan_split
 from kvfold.ops.common.tuning import Tuning
 from kvfold.ops.common.values_triton import SPAN, attend_values
@@ -90,7 +91,8 @@ def latent_decode(
     rope, coded = maps.rope, keys.forms[0][0] < 16
     assert q.stride()[1:] == (q.shape[2], 1), "the queries of a sequence must be contiguous"
     assert rope.shape[1] == packed.means.shape[-1], "the RoPE table belongs to another head dim"
-    piece_score_kernel[(plan.scores.starts.shape[0] - 1,)](
+    launch(
+        piece_score_kernel, (plan.scores.starts.shape[0] - 1,),
         q, q.stride(0), packed.up, packed.sums, packed.means, rope, rope.view(torch.float16),
         maps.angles, workspace.weights, workspace.tops,
         words_of(arena, torch.uint16 if coded else q.dtype), words_of(arena, torch.int32),

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from kvfold.ops.common.head_products import up_project
 from kvfold.ops.maps import EntryMaps, OutputMaps, with_mean
 
 
@@ -38,6 +39,4 @@ def _parts(z: Tensor, ranks: tuple[int, ...]) -> list[Tensor]:
 
 def outputs(maps: OutputMaps, out: Tensor, into: Tensor | None = None) -> Tensor:
     """Like `ops.maps.outputs`."""
-    grouped = out.unflatten(1, (-1, maps.queries))
-    mapped = torch.einsum("bhgts,hds->bhgtd", grouped, maps.value_up)
-    return with_mean(maps, mapped.permute(0, 3, 1, 2, 4), into)
+    return with_mean(maps, up_project(out, maps.value_up), into)

@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 
 from kvfold.ops.common.launch import launch_options
 from kvfold.ops.common.plan import cdiv, power_of_two
+from kvfold.ops.common.recording import launch
 from kvfold.ops.common.step_kernel import step_kernel
 from kvfold.ops.decode.kernels import after_launch
 from kvfold.ops.maps import EntryMaps, OutputMaps, reference
@@ -260,7 +261,8 @@ def _launch(
     strides = [n for x in inputs for n in _strides(x)]
     places = [x.data_ptr() // x.itemsize for x in inputs]
     tokens = min(max(STAGES), max(min(STAGES), power_of_two(together)))
-    maps_kernel[(tiles, cdiv(number * heads, tokens))](
+    launch(
+        maps_kernel, (tiles, cdiv(number * heads, tokens)),
         *inputs, weights, packed.biases, packed.table, queries, entries, number,
         *strides, queries.stride(0), entries.stride(0),
         SPAN=span, FIELDS=FIELDS, ALIGN=gcd(packed.align, span, *strides, *places),

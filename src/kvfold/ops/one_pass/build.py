@@ -92,7 +92,7 @@ class Compiled(NamedTuple):
     shared: int
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)
 def compiled(
     groups: tuple[Group, ...],
     queries: int,
@@ -100,13 +100,21 @@ def compiled(
     bf16: bool,
     reconstructed: Constants = (),
 ) -> Compiled:
-    """Compile the kernel, once per layout. Arguments as of `source`."""
+    """Compile the kernel, once for all layers with the same layout. Arguments as of `source`."""
+    shared = shared_bytes(groups[0], queries, numbers[0] if reconstructed else None)
+    text = source(groups, queries, numbers, bf16, reconstructed)
+    threads = 32 * warps(groups[0], queries, bool(reconstructed))
+    return Compiled(_compile(text, shared), threads, shared)
+
+
+@lru_cache(maxsize=256)
+def _compile(text: str, shared: int) -> Any:
+    """Compile a source for programs with `shared` bytes of shared memory."""
     kernel = torch.cuda._compile_kernel(
-        source(groups, queries, numbers, bf16, reconstructed),
+        text,
         "one_pass_kernel",
         compute_capability="90a",
         nvcc_options=["--std=c++17", "--device-as-default-execution-space"],
     )
-    shared = shared_bytes(groups[0], queries, numbers[0] if reconstructed else None)
     kernel.set_shared_memory_config(shared)
-    return Compiled(kernel, 32 * warps(groups[0], queries, bool(reconstructed)), shared)
+    return kernel

@@ -19,6 +19,7 @@ from kvfold.ops.common.pages import LayerPages, owner_of
 from kvfold.ops.common.pieces import VALUE_FIELDS, widest_value
 from kvfold.ops.common.plan import Slices, power_of_two
 from kvfold.ops.common.plan_triton import plan_slices
+from kvfold.ops.common.recording import launch_cuda
 from kvfold.ops.latent_decode.maps import KeyMaps
 from kvfold.ops.one_pass.build import Constants, compiled
 from kvfold.ops.one_pass.reconstructed import ReconstructionMaps, pack
@@ -99,16 +100,12 @@ def decode(
     )
     items, lines = _tables(groups, queries, q.device)
     slices = plan.slices
-    kernel(
-        grid=(slices.starts.shape[0] - 1, 1, 1),
-        block=(threads, 1, 1),
-        args=[
-            q, q.stride(0), out, lse, plan.part, plan.part_ml, arena, tables, tables.stride(0),
-            tables.stride(1), lengths, lengths.stride(0), slots, items, slices.starts,
-            slices.counts, float(scale * LOG2_E), *map_arguments,
-        ],
-        shared_mem=shared,
-    )  # fmt: skip
+    args: list[Tensor | int | float] = [
+        q, q.stride(0), out, lse, plan.part, plan.part_ml, arena, tables, tables.stride(0),
+        tables.stride(1), lengths, lengths.stride(0), slots, items, slices.starts,
+        slices.counts, float(scale * LOG2_E), *map_arguments,
+    ]  # fmt: skip
+    launch_cuda(kernel, slices.starts.shape[0] - 1, threads, args, shared)
     combine(out, lse, plan.part, plan.part_ml, lines, slices, per_group, part_width, padding)
     return out, lse
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from kvfold.ops.common.attention import LOG2_E
 from kvfold.ops.common.launch import multiprocessors
 from kvfold.ops.common.plan import cdiv
+from kvfold.ops.common.recording import launch
 from kvfold.ops.common.softcap_triton import softcapped
 from kvfold.ops.prefill.plan import (
     Cut,
@@ -270,7 +271,8 @@ def _prefill(
             among_args = (counted, *counted.stride()[:2], any_of_tile(counted, tiling.rows))
         if batch > 1 or positions is not None:
             order = longest_first(kind.units, counts, positions, queries, window, blocks)
-        prefill_kernel[(blocks * batch * num_units,)](
+        launch(
+            prefill_kernel, (blocks * batch * num_units,),
             q, *strides[:3], keys.data, *strides[3:5], values.data, *strides[5:], out, lse,
             lse_among, kind.units, counts, *counts.stride(), *position_args, *among_args,
             queries, queries.stride(0), kind.units if order is None else order,

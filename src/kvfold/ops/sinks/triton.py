@@ -12,6 +12,7 @@ from torch import Tensor
 from kvfold.ops.common.attention import LOG2_E
 from kvfold.ops.common.launch import launch_options
 from kvfold.ops.common.plan import power_of_two
+from kvfold.ops.common.recording import launch
 from kvfold.ops.decode.kernels import after_launch
 
 STRIDES = ("T", "o_b", "o_h", "o_t")
@@ -44,7 +45,8 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
     assert out.stride(-1) == 1 and lse.is_contiguous() and lse.shape == out.shape[:3]
     assert sinks.dtype is lse.dtype is torch.float32 and sinks.shape == lse.shape[1:2]
     total, width = torch.empty_like(lse), out.shape[-1]
-    sinks_kernel[(lse.numel(),)](
+    launch(
+        sinks_kernel, (lse.numel(),),
         out, *out.stride()[:3], lse, total, sinks.contiguous(), lse.shape[2],
         HQ=len(sinks), DV=width, BLOCK=power_of_two(width), LOG2_E=LOG2_E, num_warps=1,
         **launch_options(out.device),

@@ -11,6 +11,7 @@ from kvfold.layout.formats.base import INTS
 from kvfold.layout.pages import Group, PageLayout
 from kvfold.ops.common.pages import LayerPages, words_of
 from kvfold.ops.common.plan import cdiv, power_of_two
+from kvfold.ops.common.recording import launch
 from kvfold.ops.store.kernels import append_rows, gather_rows, move_rows, track_rows
 from kvfold.ops.store.reference import StoredRows
 from kvfold.ops.store.segments import plan_blocks, plan_pieces, unserved
@@ -48,7 +49,8 @@ def append(
     numbers, warps = tile(pieces.width)
     number = len(rows)  # read once: this runs for every layer of every step
     programs = sum(cdiv(number, numbers // width) * count for _, width, _, count in pieces.tiles)
-    append_rows[(programs,)](
+    launch(
+        append_rows, (programs,),
         arena, tables, pieces.table, rows.detach(), slots.contiguous(), index,
         positions.contiguous() if positions is not None and layout.tracked else None, number,
         *tables.stride(), rows.stride(0), *index.stride(),
@@ -71,7 +73,8 @@ def gather(
         valid=torch.empty(shape, dtype=torch.bool, device=device),
         positions=torch.empty(shape, dtype=torch.int32, device=device),
     )
-    gather_rows[(len(pieces.table) * cdiv(size, layout.page), len(slots))](
+    launch(
+        gather_rows, (len(pieces.table) * cdiv(size, layout.page), len(slots)),
         arena, tables, pieces.table, slots.contiguous(), lengths,
         out.rows, out.valid, out.positions, size, pieces.row, len(groups), len(pieces.table),
         *tables.stride(), *lengths.stride(),
@@ -86,7 +89,8 @@ def move(pages: LayerPages, slots: Tensor, group: Tensor, source: Tensor, target
     arena, tables, _, groups = pages
     blocks = plan_blocks(groups, arena.device)
     number, rows = blocks.table.shape[1], max(1, MOVED // blocks.width)
-    move_rows[(cdiv(len(slots), rows), number)](
+    launch(
+        move_rows, (cdiv(len(slots), rows), number),
         words_of(arena, INTS[blocks.word]), tables, blocks.table,
         *(x.contiguous() for x in (slots, group, source, target)), len(slots), number,
         *tables.stride(),
@@ -115,7 +119,8 @@ def _track(
     pages: LayerPages, slots: Tensor, valid: Tensor, offsets: Tensor, values: Tensor, add: bool
 ) -> None:
     """Add values [B, G, T] to the block at `offsets` [G], or read that block into `values`."""
-    track_rows[(cdiv(valid.shape[2], TRACK), *valid.shape[1::-1])](
+    launch(
+        track_rows, (cdiv(valid.shape[2], TRACK), *valid.shape[1::-1]),
         words_of(pages.arena, values.dtype), pages.tables, offsets,
         slots.contiguous(), valid.contiguous(), values, valid.shape[2], *pages.tables.stride(),
         PAGE=_layout(pages.groups).page, ADD=add, ROWS=TRACK,

@@ -1,0 +1,156 @@
+"""Layers whose launches are recorded once and repeated give what each gives by itself."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvfold.hub.checkpoint import spec_of
+from kvfold.layout import Geometry
+from kvfold.layout.pages import cache_layout
+from kvfold.maps.engine_model import served_layer
+from kvfold.maps.layer_maps import Maps
+from kvfold.maps.plain import full_spec
+from kvfold.models.families import family_of
+from kvfold.ops.common.recording import Recording
+from kvfold.vllm_plugin.blocks import BlockAttention, BlockStep, BlockView
+from steps import DEVICE, backends, even, folded
+
+pytest.importorskip("triton", reason="Triton is not installed")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning"),
+]
+BLOCK, LAYERS, DTYPE = 16, 3, torch.float16
+# (tokens stored before, new tokens) of the requests of a step; decoding ones first.
+STEPS = {
+    "chunks": ((0, 19), (0, 33)),
+    "decodes": ((18, 1), (33, 1), (70, 1)),
+    "mixed": ((18, 1), (40, 1), (7, 12), (0, 5)),
+}
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch):
+    yield from backends(monkeypatch)
+
+
+def folded_layers(recipe: str):
+    model = folded(even(recipe), layers=2)
+    return spec_of(model), [x.description for x in family_of(model.config).attentions(model)]
+
+
+def mapped_layers(window: int | None = None, sinks: bool = False, softcap: float | None = None):
+    """Layers with random maps."""
+    geometry = Geometry(
+        hidden_size=64, num_query_heads=4, num_kv_heads=2, head_dim=16, num_layers=LAYERS,
+        rope=True, key_norm=False, scaling=0.25, softcap=softcap,
+    )  # fmt: skip
+    spec = full_spec(geometry, LAYERS)
+    layers = []
+    for i in range(LAYERS):
+        make = torch.Generator().manual_seed(i)
+
+        def random(*shape: int, make=make) -> Tensor:
+            return torch.randn(shape, generator=make) / 4
+
+        shift = not (sinks or softcap)
+        maps = Maps(
+            key_down=random(2, 16, 16), key_up=random(2, 16, 16), key_shift=random(2, 16) * shift,
+            value_down=random(2, 16, 16), value_up=random(2, 16, 16),
+            value_shift=random(2, 16) * shift, value_mean=random(2, 16) * (not sinks),
+        ).to(DEVICE, DTYPE)  # fmt: skip
+        sink = torch.randn(4, generator=make).to(DEVICE) if sinks else None
+        layers.append(served_layer(i, spec, maps, window, sink, {}).layer)
+    return spec, layers
+
+
+class Blocks:
+    """Layers over blocks in one buffer: block after block, in each all layers."""
+
+    def __init__(self, spec, layers, bits: int | None) -> None:
+        self.layers = layers
+        self.layout = cache_layout(spec, page=BLOCK, itemsize=DTYPE.itemsize, bits=bits)
+        groups = self.layout.groups_of_layer
+        self.sizes = [sum(x.layout.page_bytes for x in groups(i)) for i in range(len(layers))]
+        view = BlockView(self.layout, DTYPE, torch.device(DEVICE), 96)
+        self.attention = BlockAttention(layers, view)
+
+    def run(self, requests) -> tuple[list[Tensor], Tensor]:
+        """The outputs of all layers in a step, and the buffer after it."""
+        buffer = torch.zeros(32, sum(self.sizes), dtype=torch.uint8, device=DEVICE)
+        caches = [x.view(32, 1, BLOCK, -1) for x in buffer.split(self.sizes, 1)]
+        before = [(0, stored) for stored, _ in requests if stored]
+        if before:  # another step stores what comes before this one
+            self._step(before, caches, seed=1)
+        return self._step(requests, caches, seed=2), buffer
+
+    def _step(self, requests, caches, seed: int) -> list[Tensor]:
+        make = torch.Generator().manual_seed(seed)
+        tables = (torch.arange(len(requests) * 6).view(-1, 6) + 1).int()
+        slots, starts, decodes = [], [0], 0
+        for i, (stored, new) in enumerate(requests):
+            positions = torch.arange(stored, stored + new)
+            slots.append(tables[i][positions // BLOCK].long() * BLOCK + positions % BLOCK)
+            starts.append(starts[-1] + new)
+            decodes += new == 1 and stored > 0
+        lengths = [sum(x) for x in requests]
+        step = BlockStep(
+            tables=tables.to(DEVICE),
+            lengths=torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+            slots=torch.cat(slots).to(DEVICE),
+            num_decodes=decodes, starts=starts, max_lengths=lengths,
+        )  # fmt: skip
+        context, outputs = self.attention.begin(step), []
+        for layer, cache in zip(self.layers, caches, strict=True):
+            heads, n = layer.geometry.num_query_heads, starts[-1]
+            q = torch.randn(heads, n, layer.key_width, generator=make)
+            entries = torch.randn(n, layer.spec.row_width, generator=make)
+            out = torch.full((n, layer.output_width), torch.nan, dtype=DTYPE, device=DEVICE)
+            context.attend(layer, cache, q.to(DEVICE, DTYPE), entries.to(DEVICE, DTYPE), out)
+            outputs.append(out)
+        return outputs
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """The result of every replay."""
+    results: list[bool] = []
+
+    def replay(self, inputs, *, own=Recording.replay) -> bool:
+        results.append(own(self, inputs))
+        return results[-1]
+
+    monkeypatch.setattr(Recording, "replay", replay)
+    return results
+
+
+def check(blocks: Blocks, requests, replays: list[bool]) -> None:
+    with torch.inference_mode():
+        got, got_bytes = blocks.run(requests)
+        assert replays and all(replays)
+        blocks.attention.kinds = {}
+        want, want_bytes = blocks.run(requests)
+    for layer, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert a.isfinite().all()
+        assert torch.equal(a, b), f"layer {layer}"
+    assert torch.equal(got_bytes, want_bytes)
+
+
+@pytest.mark.parametrize("requests", STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize("recipe", ["fast", "swift"])
+def test_folded_layers(recipe: str, requests, replays, backend) -> None:
+    backend("triton")
+    check(Blocks(*folded_layers(recipe), None), requests, replays)
+
+
+@pytest.mark.parametrize("requests", STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize("bits", [None, 4])
+def test_layers_with_maps(bits: int | None, requests, replays, backend) -> None:
+    backend("triton")
+    check(Blocks(*mapped_layers(), bits), requests, replays)
+
+
+@pytest.mark.parametrize("kind", [{"window": 9}, {"sinks": True}, {"softcap": 5.0}])
+def test_layers_with_limits_and_sinks(kind, replays, backend) -> None:
+    backend("triton")
+    check(Blocks(*mapped_layers(**kind), 8), STEPS["mixed"], replays)
