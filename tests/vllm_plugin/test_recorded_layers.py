@@ -7,7 +7,7 @@ from torch import Tensor
 from kvfold.hub.checkpoint import spec_of
 from kvfold.layout import Geometry
 from kvfold.layout.pages import cache_layout
-from kvfold.maps.engine_model import served_layer
+from kvfold.maps.engine_model import LayerProjections, served_layer
 from kvfold.maps.layer_maps import Maps
 from kvfold.maps.plain import full_spec
 from kvfold.models.families import family_of
@@ -23,9 +23,9 @@ pytestmark = [
 BLOCK, LAYERS, DTYPE = 16, 3, torch.float16
 # (tokens stored before, new tokens) of the requests of a step; decoding ones first.
 STEPS = {
-    "chunks": ((0, 19), (0, 33)),
-    "decodes": ((18, 1), (33, 1), (70, 1)),
-    "mixed": ((18, 1), (40, 1), (7, 12), (0, 5)),
+    "chunks": ((0, 9), (0, 17)),
+    "decodes": ((18, 1), (33, 1)),
+    "mixed": ((18, 1), (33, 1), (7, 12), (0, 5)),
 }
 
 
@@ -60,7 +60,7 @@ def mapped_layers(window: int | None = None, sinks: bool = False, softcap: float
             value_shift=random(2, 16) * shift, value_mean=random(2, 16) * (not sinks),
         ).to(DEVICE, DTYPE)  # fmt: skip
         sink = torch.randn(4, generator=make).to(DEVICE) if sinks else None
-        layers.append(served_layer(i, spec, maps, window, sink, {}).layer)
+        layers.append(served_layer(i, spec, maps, window, sink, {}))
     return spec, layers
 
 
@@ -68,6 +68,8 @@ class Blocks:
     """Layers over blocks in one buffer: block after block, in each all layers."""
 
     def __init__(self, spec, layers, bits: int | None) -> None:
+        self.projections = [x if isinstance(x, LayerProjections) else None for x in layers]
+        layers = [x.layer if isinstance(x, LayerProjections) else x for x in layers]
         self.layers = layers
         self.layout = cache_layout(spec, page=BLOCK, itemsize=DTYPE.itemsize, bits=bits)
         groups = self.layout.groups_of_layer
@@ -101,12 +103,27 @@ class Blocks:
             num_decodes=decodes, starts=starts, max_lengths=lengths,
         )  # fmt: skip
         context, outputs = self.attention.begin(step), []
-        for layer, cache in zip(self.layers, caches, strict=True):
-            heads, n = layer.geometry.num_query_heads, starts[-1]
-            q = torch.randn(heads, n, layer.key_width, generator=make)
-            entries = torch.randn(n, layer.spec.row_width, generator=make)
+        n = starts[-1]
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=make).to(DEVICE, DTYPE)
+
+        for layer, projections, cache in zip(self.layers, self.projections, caches, strict=True):
+            heads, kv_heads, head_dim = layer.geometry.num_query_heads, 2, layer.geometry.head_dim
             out = torch.full((n, layer.output_width), torch.nan, dtype=DTYPE, device=DEVICE)
-            context.attend(layer, cache, q.to(DEVICE, DTYPE), entries.to(DEVICE, DTYPE), out)
+            if projections is None:
+                q, entries = random(heads, n, layer.key_width), random(n, layer.spec.row_width)
+                context.attend(layer, cache, q, entries, out)
+            else:
+                both = random(n, heads + 2 * kv_heads, head_dim)  # one tensor, as vLLM has
+                inputs = both.split((heads, kv_heads, kv_heads), 1)
+                context.project_and_attend(
+                    layer,
+                    cache,
+                    lambda x=projections, inputs=inputs: x.score_space(*inputs),
+                    [*inputs, *projections.entry_tensors],
+                    out,
+                )
             outputs.append(out)
         return outputs
 
@@ -136,21 +153,43 @@ def check(blocks: Blocks, requests, replays: list[bool]) -> None:
     assert torch.equal(got_bytes, want_bytes)
 
 
-@pytest.mark.parametrize("requests", STEPS.values(), ids=STEPS)
 @pytest.mark.parametrize("recipe", ["fast", "swift"])
-def test_folded_layers(recipe: str, requests, replays, backend) -> None:
+def test_folded_layers(recipe: str, replays, backend) -> None:
     backend("triton")
-    check(Blocks(*folded_layers(recipe), None), requests, replays)
+    check(Blocks(*folded_layers(recipe), None), STEPS["mixed"], replays)
 
 
-@pytest.mark.parametrize("requests", STEPS.values(), ids=STEPS)
-@pytest.mark.parametrize("bits", [None, 4])
-def test_layers_with_maps(bits: int | None, requests, replays, backend) -> None:
+@pytest.mark.parametrize("few", [4, 256])
+@pytest.mark.parametrize(("bits", "requests"), [(None, "chunks"), (4, "mixed"), (8, "decodes")])
+def test_layers_with_maps(
+    bits: int | None, requests: str, few: int, replays, backend, monkeypatch
+) -> None:
+    """few: tokens up to which a kernel applies maps."""
     backend("triton")
-    check(Blocks(*mapped_layers(), bits), requests, replays)
+    monkeypatch.setattr("kvfold.ops.maps.triton.FEW", few)
+    check(Blocks(*mapped_layers(), bits), STEPS[requests], replays)
 
 
 @pytest.mark.parametrize("kind", [{"window": 9}, {"sinks": True}, {"softcap": 5.0}])
 def test_layers_with_limits_and_sinks(kind, replays, backend) -> None:
     backend("triton")
     check(Blocks(*mapped_layers(**kind), 8), STEPS["mixed"], replays)
+
+
+def test_another_shape_is_not_replayed() -> None:
+    a, b = torch.zeros(4, 8), torch.zeros(4, 8)
+    with Recording([a]) as recording:
+        pass
+    assert recording.replay([b])
+    assert not recording.replay([torch.zeros(4, 4)])
+    assert not recording.replay([torch.zeros(8, 4).T])
+    assert not recording.replay([torch.zeros(33)[1:].view(4, 8)])  # aligned otherwise
+    assert not recording.replay([a, b])
+
+
+def test_inputs_in_one_memory_move_together() -> None:
+    both, other = torch.zeros(8, 8), torch.zeros(8, 8)
+    with Recording([both[:4], both[4:]]) as recording:
+        pass
+    assert recording.replay([other[:4], other[4:]])
+    assert not recording.replay([other[:4], both[4:]])

@@ -18,6 +18,7 @@ from torch import Tensor
 from kvfold.layout import Geometry, Latent, LayerSpec
 from kvfold.ops.common.attention import Tables, attention, rotate
 from kvfold.ops.common.head_products import map_latents, up_project
+from kvfold.ops.common.recording import contiguous, copy
 from kvfold.ops.maps import OutputMaps, outputs
 from kvfold.ops.sinks import with_sinks
 
@@ -272,7 +273,11 @@ class LayerAttention(LayerShape):
             return torch.cat([out[:, head, :, :rank] for head, rank in enumerate(ranks)], dim=-1)
         if self.value_up is not None and not mapped:
             up = self.value_columns.per_head(self.value_up, g.head_width("v"))
-            return up_project(out, up, into).flatten(2)
+            projected = up_project(out, up)
+            if into is None:
+                return contiguous(projected).flatten(2)
+            copy(into.view(projected.shape), projected)
+            return into
         return out.transpose(1, 2).flatten(-2)
 
     def _mapped(self, z: Tensor, stack: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ entry.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from inspect import signature
 from itertools import count
 from threading import local
@@ -54,6 +55,17 @@ class LayerProjections:
         number = next(self.numbers)
         self.handle = torch.tensor([number])
         _projections[number] = self
+
+    @cached_property
+    def entry_tensors(self) -> tuple[Tensor, ...] | None:
+        """All tensors that `score_space` reads besides its arguments, in an order that all layers
+        share; None for maps whose projections are not recorded (`ops.common.recording`)."""
+        maps = self.entry_maps
+        if maps is None:
+            return None
+        tensors = [maps.key_up, maps.key_down, maps.key_shift, maps.value_down, maps.value_shift]
+        packed = () if maps.packed is None else maps.packed
+        return (*tensors, *(x for x in packed if isinstance(x, Tensor)))
 
     def score_space(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, positions: Tensor | None = None

@@ -96,8 +96,19 @@ class MappedImpl(CachedImpl):
         positions = context.positions if self.maps.reconstructs_keys else None
         if not self.reads_only:
             key, value = key[:tokens], value[:tokens]
-        q, entries = self.score_space(query[:tokens], key, value, positions)
-        context.attend(self.maps, kv_cache, q, entries, output[:tokens].view(tokens, -1))
+        query, out = query[:tokens], output[:tokens].view(tokens, -1)
+        inputs = [query] if self.reads_only else [query, key, value]
+        if self.heads is None and (tensors := self.projections.entry_tensors) is not None:
+            context.project_and_attend(
+                self.maps,
+                kv_cache,
+                lambda: self.score_space(query, key, value, positions),
+                [*inputs, *tensors],
+                out,
+            )
+        else:
+            q, entries = self.score_space(query, key, value, positions)
+            context.attend(self.maps, kv_cache, q, entries, out)
         return output
 
     def sample_inputs(self, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -270,19 +270,33 @@ class BlockContext:
         q [Hq, N, .]: queries in score space.
         entries [N, R]: of the step's tokens; None if another layer stores them.
         """
+        inputs = [q] if entries is None else [q, entries]
+        self.project_and_attend(layer, cache, lambda: (q, entries), inputs, out)
+
+    def project_and_attend(
+        self,
+        layer: LayerAttention,
+        cache: Tensor,
+        project: Callable[[], tuple[Tensor, Tensor | None]],
+        inputs: Sequence[Tensor],
+        out: Tensor,
+    ) -> None:
+        """Like `attend`, with the q and entries that `project` returns.
+
+        inputs: all tensors of the layer that `project` reads. What it computes from them is
+            recorded (`ops.common.recording`) and repeated for other layers.
+        """
         kind = self.attention.kinds.get(layer.index)
         location = self.attention.location(layer.index, cache)
         if kind is None or self.step.max_lengths is None:
-            self._attend(layer, location, q, entries, out)
+            self._attend(layer, location, *project(), out)
             return
-        tensors = [location.arena, q, out, *layer.attention_tensors]
-        if entries is not None:
-            tensors.append(entries)
-        key = kind, location.blocks, location.stride, entries is None
+        tensors = [location.arena, out, *layer.attention_tensors, *inputs]
+        key = kind, location.blocks, location.stride, len(inputs)
         known = self.recordings.get(key)
         if known is None or not known.replay(tensors):
             with Recording(tensors) as recording:
-                self._attend(layer, location, q, entries, out)
+                self._attend(layer, location, *project(), out)
             if recording.nbytes <= MAX_KEPT_BYTES:
                 self.recordings[key] = recording
 

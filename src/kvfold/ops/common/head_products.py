@@ -1,39 +1,29 @@
-"""Multiply every head's vectors with its KV head's matrix, as launches that can be recorded.
+"""Multiply the vectors of heads with a matrix each, in PyTorch operations that can be recorded.
 
-Shapes: B sequences, T tokens, H query heads, Hk KV heads of G = H / Hk query heads; r numbers
-before, d after.
+Shapes: B sequences, T tokens; H query heads, Hk KV heads of G = H / Hk query heads; n latents, each
+of some heads; r numbers before, d or c after.
 """
 
 import torch
 from torch import Tensor
 
-from kvfold.ops.common.recording import compute, contiguous, copy, recording
+from kvfold.ops.common.recording import compute, contiguous
 
 
-def up_project(x: Tensor, weight: Tensor, into: Tensor | None = None) -> Tensor:
-    """x [B, H, T, r] times weight [Hk, d, r] of each head's KV head: [B, T, Hk, G, d].
-
-    into [B, T, H * d]: memory that the result may be written to.
-    """
+def up_project(x: Tensor, weight: Tensor) -> Tensor:
+    """x [B, H, T, r] times weight [Hk, d, r] of each head's KV head: [B, T, Hk, G, d], of any
+    strides."""
     grouped = x.unflatten(1, (len(weight), -1))
-    if recording() is None:
-        return torch.einsum("bhgtr,hdr->bthgd", grouped, weight)
-    batch, heads, queries, tokens, _ = grouped.shape
+    batch, _, queries, tokens, _ = grouped.shape
     vectors = contiguous(grouped.transpose(0, 1)).flatten(1, 3)
-    products = x.new_empty(heads, vectors.shape[1], weight.shape[1])
-    compute(torch.bmm, vectors, weight.mT, out=products)
-    shape = batch, tokens, heads, queries, weight.shape[1]
-    out = x.new_empty(shape) if into is None else into.view(shape)
-    return copy(out, products.unflatten(1, (batch, queries, tokens)).permute(1, 3, 0, 2, 4))
+    products = compute(torch.bmm, vectors, weight.mT)
+    return products.unflatten(1, (batch, queries, tokens)).permute(1, 3, 0, 2, 4)
 
 
 def map_latents(z: Tensor, stack: Tensor) -> Tensor:
-    """Latents z [B, S, n, r] times stack [n, c, r]: [B, S, n, c]."""
-    if recording() is None:
-        return torch.einsum("bsnr,ncr->bsnc", z, stack)
-    batch, rows, latents, _ = z.shape
-    out = z.new_empty(batch, rows, latents, stack.shape[1])
-    for b in range(batch):
-        for n in range(latents):
-            compute(torch.mm, z[b, :, n], stack[n].mT, out=out[b, :, n])
-    return out
+    """Latents z [B, T, n, r] times stack [n, c, r]: [B, T, n, c], contiguous."""
+    batch, tokens = z.shape[:2]
+    if len(stack) == 1:
+        return compute(torch.matmul, z[:, :, 0], stack[0].mT)[:, :, None]
+    products = compute(torch.bmm, contiguous(z.permute(2, 0, 1, 3)).flatten(1, 2), stack.mT)
+    return contiguous(products.unflatten(1, (batch, tokens)).permute(1, 2, 0, 3))

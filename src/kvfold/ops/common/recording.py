@@ -100,7 +100,7 @@ class Recording:
 
 def recording() -> Recording | None:
     """The recording of this thread, while a layer is being recorded."""
-    return getattr(_thread, "recording", None)
+    return None if torch.compiler.is_compiling() else getattr(_thread, "recording", None)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
@@ -139,15 +139,16 @@ def launch_cuda(
     active.steps.append(step)
 
 
-def compute(function: Callable[..., Any], *args: Any, out: Tensor) -> Tensor:
-    """`function(*args, out=out)`: a PyTorch operation that is repeated for other layers."""
-    function(*args, out=out)
+def compute(function: Callable[..., Tensor], *args: Any) -> Tensor:
+    """`function(*args)`: a PyTorch operation that is repeated for other layers, then with the
+    result's memory as `out`."""
+    result = function(*args)
     active = recording()
     if active is not None:
         active.steps.append(
-            Call(active, lambda *values: function(*values[:-1], out=values[-1]), (*args, out))
+            Call(active, lambda *values: function(*values[:-1], out=values[-1]), (*args, result))
         )
-    return out
+    return result
 
 
 def copy(to: Tensor, source: Tensor) -> Tensor:
@@ -159,10 +160,19 @@ def copy(to: Tensor, source: Tensor) -> Tensor:
     return to
 
 
+def add(a: Tensor, b: Tensor, to: Tensor) -> Tensor:
+    """Write a + b to `to`."""
+    torch.add(a, b, out=to)
+    active = recording()
+    if active is not None:
+        active.steps.append(Call(active, lambda *x: torch.add(x[0], x[1], out=x[2]), (a, b, to)))
+    return to
+
+
 def contiguous(x: Tensor) -> Tensor:
     """`x.contiguous()`, which copies unless x is contiguous."""
-    if x.is_contiguous():
-        return x
+    if recording() is None or x.is_contiguous():
+        return x.contiguous()
     return copy(torch.empty_like(x, memory_format=torch.contiguous_format), x)
 
 
