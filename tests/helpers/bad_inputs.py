@@ -1025,13 +1025,13 @@ PYTHON = {
         "output folder exists and is not an empty directory; name another one"
     ),
     "kvfold.compress(5)": "model must be a name or a loaded causal LM; got 5",
-    'Recipe(name="mine", basis="latent", group_size=True)': (
+    'Recipe(name="mine", basis="pre_rope", group_size=True)': (
         "group_size must be a whole number, at least 1; got True"
     ),
-    'Recipe(name="mine", basis="latent", keys="heads")': (
+    'Recipe(name="mine", basis="pre_rope", keys="heads")': (
         "keys must be one of head, group, joint, kv; got 'heads'"
     ),
-    'Recipe(name="mine", basis="latent", keys="kv")': (
+    'Recipe(name="mine", basis="pre_rope", keys="kv")': (
         "keys='kv' and values='kv' go together: one latent serves both"
     ),
     'CacheConfig(bits="4")': "bits must be one of 16, 8, 6, 4, 3, 2, 1; got '4'",
