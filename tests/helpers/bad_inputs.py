@@ -8,8 +8,10 @@ are made by `files`. Names of a registry come from it, through `names`.
 
 from collections.abc import Iterable
 
+from kvfold import published, recipes
 from kvfold.cache.eviction.policies import POLICIES
 from kvfold.cli.methods import PUBLISHED
+from kvfold.compression.bases import recipes_where
 from kvfold.config import AUTO, CacheConfig, settings_of
 from kvfold.evaluation import suites, tasks
 
@@ -23,6 +25,11 @@ def names(registry: Iterable[str], few: int = 4) -> str:
     LISTS[listed] = f"{known[0]}, ..., {known[-1]}" if len(known) > few else listed
     return listed
 
+
+OURS = [x for x in recipes.RECIPES if x not in published.PUBLISHED]
+RECIPES = f"{names(OURS)}; of papers: {names(published.PUBLISHED)}"
+WITH_LOSSES = recipes_where(lambda basis: basis.predicts_loss)
+WITH_MAPS = recipes_where(lambda basis: basis.makes_maps)
 
 COMMANDS = {
     "kvfold eval": 'Command "eval" parameter MODEL requires an argument.',
@@ -183,7 +190,7 @@ SIZES = {
         'Command "compress" parameter --output requires an argument.'
     ),
     "kvfold compress reference:gqa --fold --recipe zack --factor 4 --output new": (
-        "recipe 'zack' predicts no losses to weigh bits by; use swift, lean, small or fast"
+        f"recipe 'zack' predicts no losses to weigh bits by; use {WITH_LOSSES}"
     ),
     "kvfold compress reference:gqa --set hybrid=ppl<=1.1 --output new": (
         "--set hybrid needs a folded model: add --fold"
@@ -196,7 +203,7 @@ SIZES = {
     ),
     "kvfold compress reference:gqa --recipe palu-m --output new": (
         "--recipe palu-m makes no maps beside the weights: add --fold, which folds it into "
-        "them, or use swift, lean, small or fast"
+        f"them, or use {WITH_MAPS}"
     ),
     "kvfold compress reference:gqa --set windows --fold --output new": (
         "--set windows says which layers get maps: leave --set windows or --fold out"
@@ -326,8 +333,7 @@ SIZES = {
         "output text.txt exists and is not an empty directory; name another one"
     ),
     "kvfold compress reference:gqa --recipe tiny --output new": (
-        "unknown recipe 'tiny'; recipes: swift, lean, small, fast; of papers: zack, zdc, "
-        "kvquant, kvquant-z, lorc, palu-m, palu-g, palu-j"
+        f"unknown recipe 'tiny'; recipes: {RECIPES}"
     ),
     "kvfold compress reference:gqa --calib-tokens -5 --output new": (
         "--calib-tokens must be at least 1, got -5"
@@ -347,10 +353,7 @@ SIZES = {
     "kvfold compare reference:gqa --keep 0.5,half": (
         "--keep: '0.5,half' is not a comma-separated list of numbers such as .5,.25"
     ),
-    "kvfold compare reference:gqa --recipes small,big": (
-        "unknown recipe 'big'; recipes: swift, lean, small, fast; of papers: zack, zdc, "
-        "kvquant, kvquant-z, lorc, palu-m, palu-g, palu-j"
-    ),
+    "kvfold compare reference:gqa --recipes small,big": f"unknown recipe 'big'; recipes: {RECIPES}",
     "kvfold compare reference:gqa --methods ';'": (
         "--methods: ';' names none; separate methods by semicolons"
     ),
@@ -358,7 +361,7 @@ SIZES = {
         "--methods: 'zack half': a size is written like 4x or .25, not 'half'"
     ),
     "kvfold compare reference:gqa --methods 'zack 4x'": (
-        "recipe 'zack' predicts no losses to weigh bits by; use swift, lean, small or fast"
+        f"recipe 'zack' predicts no losses to weigh bits by; use {WITH_LOSSES}"
     ),
     "kvfold compare reference:gqa --methods 'zack .5 --evct h2o'": (
         "--methods: 'zack .5 --evct h2o': Unknown option: --evct. Did you mean --evict?"
@@ -954,7 +957,7 @@ PYTHON = {
     ),
     'kvfold.compress("reference:gqa", "lorc", max_tokens=4096)': (
         "recipe='lorc' makes no maps beside the weights: add fold=True, which folds it into "
-        "them, or use swift, lean, small or fast"
+        f"them, or use {WITH_MAPS}"
     ),
     'kvfold.compress("reference:gqa", learn_scores=True)': (
         "learn_scores needs a folded model: add fold=True"
@@ -1007,10 +1010,7 @@ PYTHON = {
         "keep=0.5 and factor=4 exclude each other: each decides the size alone"
     ),
     'kvfold.compress("reference:gqa", recipe=5)': "recipe must be a string or a Recipe; got 5",
-    'kvfold.compress("reference:gqa", "tiny")': (
-        "unknown recipe 'tiny'; recipes: swift, lean, small, fast; of papers: zack, zdc, "
-        "kvquant, kvquant-z, lorc, palu-m, palu-g, palu-j"
-    ),
+    'kvfold.compress("reference:gqa", "tiny")': f"unknown recipe 'tiny'; recipes: {RECIPES}",
     'kvfold.compress("reference:gqa", align="8")': "align must be a whole number; got '8'",
     'kvfold.compress("reference:gqa", max_tokens=2.5)': (
         "max_tokens must be a whole number; got 2.5"
@@ -1025,13 +1025,13 @@ PYTHON = {
         "output folder exists and is not an empty directory; name another one"
     ),
     "kvfold.compress(5)": "model must be a name or a loaded causal LM; got 5",
-    'Recipe(name="mine", basis="latent", group_size=True)': (
+    'Recipe(name="mine", basis="pre_rope", group_size=True)': (
         "group_size must be a whole number, at least 1; got True"
     ),
-    'Recipe(name="mine", basis="latent", keys="heads")': (
+    'Recipe(name="mine", basis="pre_rope", keys="heads")': (
         "keys must be one of head, group, joint, kv; got 'heads'"
     ),
-    'Recipe(name="mine", basis="latent", keys="kv")': (
+    'Recipe(name="mine", basis="pre_rope", keys="kv")': (
         "keys='kv' and values='kv' go together: one latent serves both"
     ),
     'CacheConfig(bits="4")': "bits must be one of 16, 8, 6, 4, 3, 2, 1; got '4'",

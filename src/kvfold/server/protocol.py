@@ -1,6 +1,7 @@
 """Request bodies of the HTTP API, and the engine parameters made from them."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
@@ -245,18 +246,10 @@ class GenerationBody(Body, kw_only=True):
         _at_most("bad_words", sum(map(len, self.bad_words or ())), MAX_BAD_WORDS, "characters")
 
 
-SAMPLING_FIELDS = (  # fields with the same name in SamplingParams
-    *("top_p", "seed", "presence_penalty", "frequency_penalty", "logit_bias", "min_p"),
-    *("repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos", "skip_special_tokens"),
-    *("allowed_token_ids", "bad_words"),
-)
-CACHE_FIELDS = (
-    "keep_tokens",
-    "max_cache_tokens",
-    "protected",
-    "every",
-    "prefix_caching",
-    "cache_salt",
+# Settings of the engine that are fields of a request with the same name.
+SAMPLING_FIELDS, CACHE_FIELDS = (
+    [x.name for x in fields(params) if x.name in GenerationBody.__struct_fields__]
+    for params in (SamplingParams, CacheParams)
 )
 CLIENT_NAMES = {  # setting of the engine: name of the field in a request
     "max_new_tokens": "max_tokens",
