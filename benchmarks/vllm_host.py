@@ -5,8 +5,8 @@ requests decode beside chunks of prompts.
 
 On a CPU alone: Triton's kernels are compiled for an H200 (minutes, once), and what is launched does
 nothing; neither do matrix products. What is left is Python's, Triton's and PyTorch's time, with
-the copies of a few hundred rows. The median of steps of Llama-3.1-8B's shape, 8 of its layers taken
-for all.
+the copies of a few hundred rows. KIND is bits-8 or bits-4 (maps for a model of vLLM's own), or a
+variant as a folded checkpoint. The median of steps of Llama-3.1-8B's shape.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -31,9 +32,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 
 import kvfold.ops.backend
+from kvfold.attention.base import LayerAttention
 from kvfold.attention.fallback import Fallback
 from kvfold.bench.synthetic_engine import WIDTHS
 from kvfold.bench.variants import SHAPES, variant_layout
+from kvfold.layout.pages import CacheLayout, cache_layout
+from kvfold.maps.engine_model import LayerProjections, served_layer
+from kvfold.maps.plain import Means, full_spec, plain_maps
 from kvfold.models.families import family_of
 from kvfold.ops import one_pass
 from kvfold.ops.one_pass import launch
@@ -41,8 +46,9 @@ from kvfold.vllm_plugin.blocks import BlockAttention, BlockStep, BlockView
 from kvfold.vllm_plugin.weights import empty_layer
 from lab.variants import VARIANTS
 
-SHAPE, LAYERS = "llama-3.1-8b", 8
+SHAPE, LAYERS = "llama-3.1-8b", 32
 STORED, ROWS = 300, 64  # tokens of a request that decodes; of a chunk
+BITS, BLOCK = "bits-", 32  # tokens of a block
 LONGEST, BLOCKS = 9216, 500
 
 
@@ -64,11 +70,9 @@ def loaded(kernel: CompiledKernel) -> None:
     kernel._run = lambda *_: None
 
 
-def einsum(equation: str, a: Tensor, b: Tensor) -> Tensor:
+def product(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
     """What a product would be written to."""
-    inputs, output = equation.split("->")
-    sizes = dict(zip(inputs.replace(",", ""), (*a.shape, *b.shape), strict=True))
-    return a.new_empty([sizes[x] for x in output])
+    return a.new_empty(*a.shape[:-1], b.shape[-1]) if out is None else out
 
 
 @contextmanager
@@ -78,10 +82,9 @@ def nothing_runs() -> Iterator[None]:
     with ExitStack() as stack:
         for patch in (
             mock.patch.object(CompiledKernel, "_init_handles", loaded),
-            mock.patch.object(torch, "einsum", einsum),
+            mock.patch.object(torch, "bmm", product),
+            mock.patch.object(torch, "matmul", product),
             mock.patch.object(torch.Tensor, "copy_", lambda *_: None),
-            mock.patch.object(torch, "bmm", lambda *_, out: None),
-            mock.patch.object(torch, "mm", lambda *_, out: None),
             mock.patch.object(kvfold.ops.backend, "use_triton", lambda *_: True),
             mock.patch.object(one_pass, "serves", lambda *_, **__: True),
             mock.patch.object(launch, "compiled", lambda *_: (kernel, 32, 0)),
@@ -91,19 +94,40 @@ def nothing_runs() -> Iterator[None]:
         yield
 
 
-def step_of(kind: str, decodes: int, chunks: int) -> Callable[[], None]:
+def folded_layers(kind: str) -> tuple[CacheLayout, list[LayerAttention]]:
+    """Layers of a folded checkpoint, of a variant."""
     width, mlp, vocabulary = WIDTHS[SHAPE]
-    geometry, variant = SHAPES[SHAPE], VARIANTS[kind]
+    geometry = SHAPES[SHAPE]
     config = LlamaConfig(
         hidden_size=width, intermediate_size=mlp, vocab_size=vocabulary, num_hidden_layers=LAYERS,
         num_attention_heads=geometry.num_query_heads, num_key_value_heads=geometry.num_kv_heads,
         head_dim=geometry.head_dim, max_position_embeddings=1 << 17,
     )  # fmt: skip
-    layout = variant_layout(geometry, variant, LAYERS)
+    layout = variant_layout(geometry, VARIANTS[kind], LAYERS)
     own = family_of(config).geometry(config)
     layout = replace(layout, spec=replace(layout.spec, geometry=own))
+    return layout, [empty_layer(config, layout.spec, i).description for i in range(LAYERS)]
+
+
+def mapped_layers(bits: int) -> tuple[CacheLayout, list[LayerProjections]]:
+    """Layers with full-rank maps, as vLLM's own models have them with fewer bits."""
+    geometry = SHAPES[SHAPE]
+    spec = full_spec(geometry, LAYERS)
+    layout = cache_layout(spec, page=BLOCK, itemsize=2, bits=bits)
+    zeros = torch.zeros(geometry.num_kv_heads, geometry.head_dim)
+    maps = plain_maps(Means(zeros, zeros)).to("cpu", torch.bfloat16)
+    return layout, [served_layer(i, spec, maps, None, None, {}) for i in range(LAYERS)]
+
+
+def step_of(kind: str, decodes: int, chunks: int) -> Callable[[], None]:
     torch.set_default_dtype(torch.bfloat16)
-    layers = [empty_layer(config, layout.spec, i).description for i in range(LAYERS)]
+    projections: list[LayerProjections] = []
+    if kind.startswith(BITS):
+        layout, projections = mapped_layers(int(kind.removeprefix(BITS)))
+        layers = [x.layer for x in projections]
+    else:
+        layout, layers = folded_layers(kind)
+    geometry = layout.spec.geometry
     view = BlockView(layout, torch.bfloat16, torch.device("cpu"), LONGEST)
     attention = BlockAttention(layers, view)
     assert Fallback not in {*attention.decode.values(), *attention.prefill.values()}
@@ -119,14 +143,28 @@ def step_of(kind: str, decodes: int, chunks: int) -> Callable[[], None]:
         starts=[*range(decodes), *(decodes + ROWS * i for i in range(chunks + 1))],
         max_lengths=lengths,
     )
-    q = torch.zeros(geometry.num_query_heads, count, layers[0].key_width)
-    rows = torch.zeros(count, layers[0].spec.row_width)
-    out = torch.zeros(count, layers[0].output.shape[1])
+    heads, kv_heads = geometry.num_query_heads, geometry.num_kv_heads
+    q = torch.zeros(heads, count, layers[0].key_width)
+    entries = torch.zeros(count, layers[0].spec.row_width)
+    inputs = torch.zeros(count, heads + 2 * kv_heads, geometry.head_dim).split(
+        (heads, kv_heads, kv_heads), 1
+    )
+    out = torch.zeros(count, layers[0].output_width)
 
     def run() -> None:
         context = attention.begin(step)
-        for layer, cache in zip(layers, caches, strict=True):
-            context.attend(layer, cache, q, rows, out)
+        for i, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
+            if projections:
+                of_layer = projections[i]
+                context.project_and_attend(
+                    layer,
+                    cache,
+                    partial(of_layer.score_space, *inputs),
+                    [*inputs, *of_layer.entry_tensors],
+                    out,
+                )
+            else:
+                context.attend(layer, cache, q, entries, out)
 
     return run
 
@@ -142,7 +180,8 @@ def median_ms(run: Callable[[], Any], rounds: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("kind", choices=[x for x, y in VARIANTS.items() if not y.rebuilt])
+    variants = [x for x, y in VARIANTS.items() if not y.rebuilt]
+    parser.add_argument("kind", choices=[f"{BITS}8", f"{BITS}4", *variants])
     parser.add_argument("--decodes", type=int, default=40, help="requests of one token")
     parser.add_argument("--chunks", type=int, default=1, help="of prompts")
     parser.add_argument("--rounds", type=int, default=80)
@@ -150,8 +189,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with torch.inference_mode(), nothing_runs():
         found = median_ms(step_of(given.kind, given.decodes, given.chunks), given.rounds)
-    whole = found * SHAPES[SHAPE].num_layers / LAYERS
-    print(json.dumps({**vars(given), "ms_a_step": whole, "us_a_layer": found / LAYERS * 1e3}))
+    print(json.dumps({**vars(given), "ms_a_step": found, "us_a_layer": found / LAYERS * 1e3}))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,8 @@
 """Layers whose launches are recorded once and repeated give what each gives by itself."""
 
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +16,7 @@ from kvfold.maps.plain import full_spec
 from kvfold.models.families import family_of
 from kvfold.ops.common.recording import Recording
 from kvfold.vllm_plugin.blocks import BlockAttention, BlockStep, BlockView
+from kvfold.vllm_plugin.trial import check_attention
 from steps import DEVICE, backends, even, folded
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -193,3 +197,28 @@ def test_inputs_in_one_memory_move_together() -> None:
         pass
     assert recording.replay([other[:4], other[4:]])
     assert not recording.replay([other[:4], both[4:]])
+
+
+def test_the_trial_finds_a_wrong_repetition(replays, backend, monkeypatch, caplog) -> None:
+    """Then launches are not repeated."""
+    backend("triton")
+    blocks = Blocks(*mapped_layers(), 8)
+    layers = [
+        SimpleNamespace(
+            maps=x.layer, project_output=lambda out: out, sample_inputs=partial(drawn, x)
+        )
+        for x in blocks.projections
+    ]
+    check_attention(blocks.attention, layers)
+    assert blocks.attention.kinds and replays and not caplog.messages
+    monkeypatch.setattr(Recording, "replay", lambda *_: True)  # launches nothing
+    check_attention(blocks.attention, layers)
+    assert not blocks.attention.kinds
+    assert "not repeated" in caplog.messages[0]
+
+
+def drawn(projections: LayerProjections, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Sample inputs of a layer."""
+    make = torch.Generator().manual_seed(projections.layer.index)
+    both = torch.randn(len(positions), 8, 16, generator=make).to(DEVICE, DTYPE)
+    return projections.score_space(*both.split((4, 2, 2), 1))

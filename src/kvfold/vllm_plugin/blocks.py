@@ -178,16 +178,21 @@ class BlockAttention:
         )
 
     def attend_on_new_blocks(
-        self, layer: LayerAttention, step: BlockStep, q: Tensor, entries: Tensor
+        self,
+        layer: LayerAttention,
+        step: BlockStep,
+        q: Tensor,
+        entries: Tensor,
+        context: "BlockContext | None" = None,
     ) -> Tensor:
         """The output [N, W] of a layer in a step of `make_step`, on newly allocated blocks. q and
-        entries: as in `BlockContext.attend`."""
+        entries: as in `BlockContext.attend`. context: of the step, if layers share it."""
         groups = self.view.layout.groups_of_layer(layer.index)
         size = sum(group.layout.page_bytes for group in groups)
         blocks = 1 + step.tables.shape[1]
         cache = torch.zeros(blocks, size, dtype=torch.uint8, device=self.view.device)
         out = entries.new_empty(len(entries), layer.output_width)
-        self.begin(step).attend(layer, cache, q, entries, out)
+        (context or self.begin(step)).attend(layer, cache, q, entries, out)
         return out
 
 

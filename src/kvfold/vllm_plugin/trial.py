@@ -1,5 +1,6 @@
 """Check every layer's attention before vLLM serves requests."""
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -12,23 +13,36 @@ if TYPE_CHECKING:
 
 CHUNK = 64  # tokens of the trial's prefill chunk
 LENGTHS = (1, 2, 5, 12, 27, 50)  # of its decoding requests, which read the chunk's first tokens
+logger = logging.getLogger("vllm.kvfold")  # which vLLM's handlers print
 
 
 @torch.inference_mode()
 def check_attention(attention: BlockAttention, layers: "Sequence[CachedImpl]") -> None:
-    """Run every layer's attention on sample inputs and new blocks. Raises ValueError naming the
-    first layer with outputs that are not finite."""
+    """Run every layer's attention on sample inputs and new blocks, by itself and in a step with all
+    layers. Raises ValueError naming the first layer with outputs that are not finite. If a layer's
+    outputs differ between the two, launches are not repeated from layer to layer (`BlockContext`).
+    """
     view = attention.view
     chunk = min(CHUNK, view.max_tokens)
     lengths = [n for n in LENGTHS if n <= chunk]
     positions = torch.tensor([*(n - 1 for n in lengths), *range(chunk)], device=view.device)
     step = attention.make_step(lengths, chunk)
-    finite = []
+    finite: list[torch.Tensor] = []
+    equal: list[torch.Tensor] = []
+    context = attention.begin(step)
     for layer in layers:
         q, entries = layer.sample_inputs(positions)
         out = attention.attend_on_new_blocks(layer.maps, step, q, entries)
         finite.append(layer.project_output(out).isfinite().all())
+        again = attention.attend_on_new_blocks(layer.maps, step, q, entries, context)
+        equal.append(((out == again) | out.isnan()).all())
     attention.locations.clear()
+    if not bool(torch.stack(equal).all()):
+        attention.kinds.clear()
+        logger.warning(
+            "kvfold: launches repeated from layer to layer give other numbers than launches of each"
+            " layer, so they are not repeated, and steps with prompts take longer. Please report it"
+        )
     if bool(torch.stack(finite).all()):
         return
     first = layers[[bool(x) for x in finite].index(False)].maps.index
