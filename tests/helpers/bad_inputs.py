@@ -25,7 +25,12 @@ def names(registry: Iterable[str], few: int = 4) -> str:
 
 
 COMMANDS = {
-    "kvfold eval": 'Command "eval" parameter MODEL requires an argument.',
+    "kvfold eval": (
+        "kvfold eval needs MODEL. A directory, a GGUF file, a hub id, reference:gqa, or a folder of"
+        " maps, which loads the model that they were made for too. For example: kvfold eval"
+        " reference:gqa"
+    ),
+    "kvfold eval reference:gqa --bits": 'Command "eval" parameter --bits requires an argument.',
     "kvfold eval reference:xyz": (
         "unknown reference model 'xyz'; reference models: reference:gqa, reference:mha, "
         "reference:smollm2, reference:qwen2.5-coder-1.5b"
@@ -180,7 +185,8 @@ COMMANDS = {
 }
 SIZES = {
     "kvfold compress reference:gqa": (
-        'Command "compress" parameter --output requires an argument.'
+        "kvfold compress needs --output. A new directory to write to. For example: kvfold compress"
+        " reference:gqa --output maps"
     ),
     "kvfold compress reference:gqa --fold --recipe zack --factor 4 --output new": (
         "recipe 'zack' predicts no losses to weigh bits by; use swift, lean, small or fast"
@@ -921,7 +927,10 @@ MAPS = {
     "kvfold compress reference:gqa --set windows --output folder": (
         "output folder exists and is not an empty directory; name another one"
     ),
-    "kvfold push maps": 'Command "push" parameter NAME requires an argument.',
+    "kvfold push maps": (
+        "kvfold push needs NAME. Repository on the hub, USER/NAME. For example: kvfold push maps"
+        " USER/NAME"
+    ),
     "kvfold push nowhere someone/maps": (
         "folder nowhere does not exist; name one that `kvfold compress` wrote"
     ),
