@@ -915,6 +915,26 @@ MAPS = {
         "--maps were made for someone/other, whose hidden_size is 512; this model's is 256: "
         "take the maps of this model"
     ),
+    "kvfold compare maps": (
+        "maps holds maps for reference:gqa, and kvfold compare compresses a model itself: give"
+        " reference:gqa, or measure these maps by kvfold eval maps"
+    ),
+    "kvfold frontier maps": (
+        "maps holds maps for reference:gqa, and kvfold frontier compresses a model itself: give"
+        " reference:gqa, or measure these maps by kvfold eval maps"
+    ),
+    "kvfold capacity maps --evict random --keep-tokens .5": (
+        "--maps: with maps beside the weights nothing is evicted, and the only format is "
+        "'integers': leave --evict, --set repair and --set format out, or fold the maps into "
+        "the model (kvfold compress --fold)"
+    ),
+    "kvfold capacity random:tiny --maps maps": (
+        "--maps are of a model, and random:tiny has random weights: name the model"
+    ),
+    "kvfold capacity reference:gqa --maps other-maps": (
+        "--maps were made for someone/other, whose hidden_size is 512; this model's is 256: "
+        "take the maps of this model"
+    ),
     "kvfold inspect": "there is nothing to inspect: give MODEL or --maps",
     "kvfold inspect reference:gqa --maps other-maps": (
         "--maps were made for someone/other, whose hidden_size is 512; this model's is 256: "
