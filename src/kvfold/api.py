@@ -19,15 +19,14 @@ from kvfold.compression.planning.default import choose_for_maps, choose_recipe
 from kvfold.compression.planning.step_time import load_of
 from kvfold.compression.planning.target import Target
 from kvfold.compression.training.recover import check_steps
-from kvfold.compression.work import check_disk, work_of
+from kvfold.compression.work import CheckWork, check_disk, work_of
 from kvfold.config import Prefer, Ratios, Recipe, check_types
-from kvfold.evaluation import scores
+from kvfold.evaluation import answers, maps, scores
 from kvfold.evaluation.answers import ReferenceAnswer, check_answer
 from kvfold.evaluation.budget import search_keep
 from kvfold.evaluation.comparison import compressors_of
 from kvfold.evaluation.fastest import TRIED, search_fastest
 from kvfold.evaluation.importance import find_leaders
-from kvfold.evaluation.maps import measured
 from kvfold.evaluation.ratios import search_ratios
 from kvfold.hub import card
 from kvfold.hub.checkpoint import provenance_of, spec_of
@@ -40,7 +39,7 @@ from kvfold.models.foldable import check_weights
 from kvfold.models.weights import rounded, write
 from kvfold.utils.errors import SettingError
 from kvfold.utils.files import check_makeable, new_directory, writing
-from kvfold.utils.progress import Progress
+from kvfold.utils.progress import Progress, counter
 from kvfold.utils.search import parse_budget
 from kvfold.utils.text import read_texts
 from kvfold.utils.tokens import check_tokenizer
@@ -236,9 +235,7 @@ def compress_fastest(
             source.model, source.tokenizer, list(TRIED), saved=files.saved, **settings.text
         )
         settings.announce(compressors[0], source.stored)
-        answer = (
-            ReferenceAnswer.of(source.model, source.tokenizer, source.stored) if check else None
-        )
+        answer = settings.reference_answer(source)
         best = search_fastest(compressors, target.limit, load, say=report, progress=progress)
         size = {"ratio": best.ratio, "align": None, "factor": best.factor, "prefer": best.prefer}
         provenance = {"model": model, **asdict(target), **size, "chosen": f"{best}, at {load}"}
@@ -296,8 +293,24 @@ class _Settings:
             output=self.output,
             stored=stored,
             statistics=self.statistics,
+            check=self.check_work(compressor.model),
             say=self.say,
         )
+
+    def check_work(self, model: Any) -> CheckWork:
+        """What the check of the result computes."""
+        if not self.check or self.output is None:
+            return CheckWork()
+        return answers.check_work(model) if self.fold else maps.check_work(model)
+
+    def reference_answer(self, source: "_Source") -> ReferenceAnswer | None:
+        """The original model's answer, which a folded one is compared with; None without a
+        check."""
+        if not self.check or self.output is None:
+            return None
+        model = source.model
+        step = counter(self.progress, "original answer", answers.num_tokens(model))
+        return ReferenceAnswer.of(model, source.tokenizer, source.stored, step=step)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -392,7 +405,7 @@ def _choose(recipe: str | Recipe | None, config: Any, settings: _Settings) -> _C
 
 def _map(source: _Source, choice: _Choice, settings: _Settings, files: OutputFiles) -> Sidecar:
     """Calibrate, plan, and save maps beside the weights."""
-    compressor, maps = make_maps(
+    compressor, sidecar = make_maps(
         source.model,
         source.tokenizer,
         choice.recipe,
@@ -408,10 +421,10 @@ def _map(source: _Source, choice: _Choice, settings: _Settings, files: OutputFil
         **settings.text,
     )
     if settings.check and settings.output is not None:
-        maps = measured(compressor, maps)
+        sidecar = maps.measured(compressor, sidecar, settings.progress)
     if files.folder is not None and settings.output is not None:
-        maps.write(files.folder, Path(settings.output))
-    return maps
+        sidecar.write(files.folder, Path(settings.output))
+    return sidecar
 
 
 def _fold(source: _Source, choice: _Choice, settings: _Settings, files: OutputFiles) -> Any:
@@ -421,9 +434,7 @@ def _fold(source: _Source, choice: _Choice, settings: _Settings, files: OutputFi
     check_weights(model, family_of(source.config))
     compressor = Compressor(model, recipe, tokenizer, saved=files.saved, **settings.text)
     settings.announce(compressor, source.stored)
-    answer = None
-    if settings.check and settings.output is not None:
-        answer = ReferenceAnswer.of(model, tokenizer, source.stored)
+    answer = settings.reference_answer(source)
     predicted = _fold_to_size(compressor, choice, settings, source.words)
     finish(
         compressor,
@@ -479,16 +490,17 @@ def announce(
     output: Path | str | None,
     stored: torch.dtype | None = None,
     statistics: Path | str | Statistics | None = None,
+    check: CheckWork | None = None,
     say: Callable[[str], object] | None = None,
 ) -> None:
     """Say what the work will take, if statistics are still to be measured.
 
-    stored: dtype that weights are saved in, as in `fill`. Raises SettingError where the output's
-    disk has too little space.
+    stored: dtype that weights are saved in, as in `fill`. check: of the result. Raises SettingError
+    where the output's disk has too little space.
     """
     if output is None and say is None:
         return
-    work = work_of(compressor, fold, stored)
+    work = work_of(compressor, fold, stored, check)
     if output is not None:
         check_disk(Path(output), work)
     measured_before = isinstance(statistics, Statistics) or (
@@ -518,7 +530,7 @@ def finish(
     if learn_scores:
         scores.learn_scores(model, tokenizer, scores.readings(compressor), progress)
     if answer is not None:
-        check_answer(model, answer, predicted)
+        check_answer(model, answer, predicted, progress)
     if folder is not None and output is not None:
         with writing(Path(output)):
             fill(folder, model, tokenizer, stored)

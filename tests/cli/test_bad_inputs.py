@@ -343,6 +343,23 @@ def test_a_folder_that_is_read_only_is_refused_early(monkeypatch, capsys, no_loa
     assert "cannot write new.json: folder" in line and "is read-only" in line
 
 
+def test_a_folder_that_creates_nothing_is_refused_early(monkeypatch, capsys, no_loading) -> None:
+    """As /proc, to whose permissions root may write."""
+
+    def refuse(*, dir: Path) -> None:
+        raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    for call in (
+        ["compress", "reference:gqa", "--output", "new/one"],
+        ["eval", "reference:gqa", "--json", "new.json"],
+        ["pack", "reference:gqa", "--context", "text.txt", "--output", "new.kvf"],
+    ):
+        line = refused(capsys, *call)
+        assert f"cannot write {call[-1]}: nothing can be created in folder" in line
+        assert "(No such file or directory); name another one" in line
+
+
 def page() -> str:
     """docs/errors.md, with lists of names abbreviated, so that a new name changes no line."""
     lines = [HEAD]

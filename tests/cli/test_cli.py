@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -28,7 +29,7 @@ from kvfold.__main__ import run
 from kvfold.cache.eviction.policies import POLICIES
 from kvfold.cli import common
 from kvfold.cli.common import progress
-from kvfold.cli.main import app, main
+from kvfold.cli.main import COMMANDS, EXAMPLES, app, main
 from kvfold.cli.options import Storage
 from kvfold.cli.paths import OUTPUTS, REUSED
 from kvfold.config import AUTO, BITS, CacheConfig, check, setting, settings_of
@@ -215,6 +216,16 @@ def test_unknown_names_are_one_line_too(capsys, tmp_path):
     assert "reference:gqa" in refused(capsys, "inspect", "reference:xyz")
     assert "does not exist" in refused(capsys, "inspect", tmp_path / "nowhere")
     assert "explode" in refused(capsys, "explode")
+
+
+@pytest.mark.parametrize("command", [x for x in COMMANDS if x not in ("demo", "inspect")])
+def test_a_command_without_arguments_gives_an_example_that_parses(command, capsys):
+    line = refused(capsys, command)
+    assert line.startswith(f"kvfold: error: kvfold {command} needs ")
+    example = line.rpartition("For example: kvfold ")[2].strip()
+    assert example == EXAMPLES[command]
+    function, *_ = app.parse_args(shlex.split(example), exit_on_error=False, print_error=False)
+    assert function is COMMANDS[command]
 
 
 def test_an_old_transformers_is_named(capsys, monkeypatch):

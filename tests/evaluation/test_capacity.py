@@ -7,11 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
+import kvfold
 from kvfold import LLM
 from kvfold.bench.synthetic_engine import config_of, random_model
 from kvfold.cli.main import main
 from kvfold.config import CacheConfig
 from kvfold.evaluation.capacity import GIB, WORK, Capacity
+from kvfold.maps.layers import attention_layers
+from kvfold.maps.plain import plain_sidecar
+from kvfold.maps.sidecar import Sidecar, probes_of
+from kvfold.utils.errors import SettingError
 from lab.serve_throughput import measure
 
 CACHES = {
@@ -60,6 +65,45 @@ def test_so_many_requests_run_at_once(tiny, name: str) -> None:
     row = measure(llm, tokens, rate, requests=2 * found.requests, outputs=outputs, seed=0)
     assert 0.8 * found.requests <= row.largest_batch <= 1.3 * found.requests
     assert row.preemptions == 0
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_bytes_with_maps_are_those_of_an_engine(capsys, tmp_path, bits: int | None) -> None:
+    """Of layers with maps and of one without any."""
+    model = kvfold.load("reference:gqa", device="cpu", dtype=torch.bfloat16)
+    _, sidecar = plain_sidecar(model)
+    maps = dict(list(sidecar.maps.items())[1:])
+    geometry = replace(sidecar.spec.geometry, num_layers=len(maps))
+    made = Sidecar(
+        maps=maps,
+        spec=replace(sidecar.spec, layers=sidecar.spec.layers[1:], geometry=geometry),
+        base=probes_of(attention_layers(model)),
+        provenance={"model": "reference:gqa", "recipe": {"name": "swift"}},
+    )
+    made.save(tmp_path / "maps")
+    cache = CacheConfig(bits=bits, page=16)
+    estimate = Capacity.of_maps(made, config=model.config, cache=cache, gpu_bytes=4 * GIB)
+    llm = LLM(model, maps=made, bits=bits, page=16, kv_bytes=2**22, max_tokens=256)
+    assert estimate.layout.page_bytes == llm.runner.pool.layout.page_bytes
+    original = Capacity(config=model.config, spec=None, cache=CacheConfig(), gpu_bytes=4 * GIB)
+    numbers = sum(x.numel() for layer in maps.values() for x in layer.tensors().values())
+    assert estimate.weights == original.weights + 2 * numbers
+    assert estimate.room(512).step_ms is None and estimate.room(512).requests > 0
+    flags = [] if bits is None else ["--bits", str(bits)]
+    for call in ([str(tmp_path / "maps")], ["reference:gqa", "--maps", str(tmp_path / "maps")]):
+        assert main(["capacity", *call, "--context", "512", *flags]) == 0
+        out = capsys.readouterr().out
+        rows = [x.split("  ")[0] for x in out.splitlines() if " 512 " in x]
+        assert rows[0] == "original" and rows[-1] == "maps" + ", these options" * (bits is not None)
+        assert "not predicted with maps" in out
+
+
+def test_maps_that_leave_out_layers_with_other_heads_are_refused() -> None:
+    model = kvfold.load("reference:gqa", device="cpu")
+    _, sidecar = plain_sidecar(model)
+    made = replace(sidecar, provenance={"left": {"unlike": ["first"]}})
+    with pytest.raises(SettingError, match="maps have none for first, whose heads"):
+        Capacity.of_maps(made, config=model.config, cache=CacheConfig(), gpu_bytes=GIB)
 
 
 def test_rooms_shrink_and_grow_as_they_must() -> None:

@@ -32,7 +32,12 @@ WITH_LOSSES = recipes_where(lambda basis: basis.predicts_loss)
 WITH_MAPS = recipes_where(lambda basis: basis.makes_maps)
 
 COMMANDS = {
-    "kvfold eval": 'Command "eval" parameter MODEL requires an argument.',
+    "kvfold eval": (
+        "kvfold eval needs MODEL. A directory, a GGUF file, a hub id, reference:gqa, or a folder of"
+        " maps, which loads the model that they were made for too. For example: kvfold eval"
+        " reference:gqa"
+    ),
+    "kvfold eval reference:gqa --bits": 'Command "eval" parameter --bits requires an argument.',
     "kvfold eval reference:xyz": (
         "unknown reference model 'xyz'; reference models: reference:gqa, reference:mha, "
         "reference:smollm2, reference:qwen2.5-coder-1.5b"
@@ -187,7 +192,8 @@ COMMANDS = {
 }
 SIZES = {
     "kvfold compress reference:gqa": (
-        'Command "compress" parameter --output requires an argument.'
+        "kvfold compress needs --output. A new directory to write to. For example: kvfold compress"
+        " reference:gqa --output maps"
     ),
     "kvfold compress reference:gqa --fold --recipe zack --factor 4 --output new": (
         f"recipe 'zack' predicts no losses to weigh bits by; use {WITH_LOSSES}"
@@ -912,6 +918,26 @@ MAPS = {
         "--maps were made for someone/other, whose hidden_size is 512; this model's is 256: "
         "take the maps of this model"
     ),
+    "kvfold compare maps": (
+        "maps holds maps for reference:gqa, and kvfold compare compresses a model itself: give"
+        " reference:gqa, or measure these maps by kvfold eval maps"
+    ),
+    "kvfold frontier maps": (
+        "maps holds maps for reference:gqa, and kvfold frontier compresses a model itself: give"
+        " reference:gqa, or measure these maps by kvfold eval maps"
+    ),
+    "kvfold capacity maps --evict random --keep-tokens .5": (
+        "--maps: with maps beside the weights nothing is evicted, and the only format is "
+        "'integers': leave --evict, --set repair and --set format out, or fold the maps into "
+        "the model (kvfold compress --fold)"
+    ),
+    "kvfold capacity random:tiny --maps maps": (
+        "--maps are of a model, and random:tiny has random weights: name the model"
+    ),
+    "kvfold capacity reference:gqa --maps other-maps": (
+        "--maps were made for someone/other, whose hidden_size is 512; this model's is 256: "
+        "take the maps of this model"
+    ),
     "kvfold inspect": "there is nothing to inspect: give MODEL or --maps",
     "kvfold inspect reference:gqa --maps other-maps": (
         "--maps were made for someone/other, whose hidden_size is 512; this model's is 256: "
@@ -924,7 +950,10 @@ MAPS = {
     "kvfold compress reference:gqa --set windows --output folder": (
         "output folder exists and is not an empty directory; name another one"
     ),
-    "kvfold push maps": 'Command "push" parameter NAME requires an argument.',
+    "kvfold push maps": (
+        "kvfold push needs NAME. Repository on the hub, USER/NAME. For example: kvfold push maps"
+        " USER/NAME"
+    ),
     "kvfold push nowhere someone/maps": (
         "folder nowhere does not exist; name one that `kvfold compress` wrote"
     ),

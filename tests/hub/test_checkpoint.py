@@ -337,6 +337,7 @@ def test_an_edit_that_fits_the_weights_is_refused(copy, read) -> None:
 def test_the_readme_says_what_was_done_and_how_to_load_it(made) -> None:
     text, spec = (made / "README.md").read_text(), spec_of(load(made))
     assert "from `llama-gqa` with the recipe `lean`" in text
+    assert "\nBase model: `llama-gqa`" in text
     assert f"192 -> {spec.bytes_per_token()} bytes per token" in text
     assert f"{spec.kept_fraction:.4f} of the numbers kept" in text
     assert "kvfold.load(" in text and "kvfold.LLM(" in text and "planned" not in text

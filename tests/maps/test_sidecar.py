@@ -253,6 +253,35 @@ def test_the_card_names_a_base_on_the_hub(made) -> None:
         assert text.startswith(f"---\n{base}library_name: kvfold\n") and "/home/me" not in text
 
 
+@pytest.mark.parametrize(
+    ("model", "base", "loads"),
+    [
+        (
+            "reference:gqa",
+            "`reference:gqa`, a small model that comes with kvfold. It is not on the Hugging Face"
+            ' hub; `kvfold.load("reference:gqa")` loads it.',
+            'model = kvfold.load("reference:gqa")',
+        ),
+        (
+            "reference:smollm2",
+            "`HuggingFaceTB/SmolLM2-135M-Instruct` on the Hugging Face hub. kvfold calls it"
+            " `reference:smollm2`; where a GGUF file of it is installed, that is read, which has"
+            " fewer bits.",
+            'from_pretrained("HuggingFaceTB/SmolLM2-135M-Instruct")',
+        ),
+        ("gpt2", "`gpt2`.", 'from_pretrained("gpt2")'),
+        ("/home/me/q", "`q`, from a folder or file of this name.", 'from_pretrained("q")'),
+    ],
+)
+def test_the_card_says_what_the_base_model_is(made, model: str, base: str, loads: str) -> None:
+    text = replace(made, provenance={**made.provenance, "model": model}).readme()
+    assert f"\nBase model: {base}\n" in text and loads in text
+    packaged = model == "reference:gqa"
+    assert ("vllm serve" in text, "from_pretrained" in text) == (not packaged, not packaged)
+    metadata = "base_model: HuggingFaceTB/SmolLM2-135M-Instruct\n"
+    assert (metadata in text) == (model == "reference:smollm2")
+
+
 def torn(made, folder, change) -> None:
     """Maps with tensors or a plan that `change(tensors, plan)` changed, and a digest that fits."""
     made.save(folder)

@@ -66,6 +66,8 @@ NEEDS = {  # what pages take as given beside a model, made by `prepare`
     "docs/prefixes.md": ["planned"],
     "docs/tasks.md": ["folded"],
 }
+# Pages that compare methods, and `inspect`, which has no --goal. Other pages say --goal.
+RECIPES = {f"docs/{x}.md" for x in ("errors", "models", "performance", "quality", "recipes")}
 NAMED = {
     "reference:gqa": "model",
     'kvfold.reference("gqa")': 'kvfold.load("model")',
@@ -200,6 +202,15 @@ def test_makefile_has_the_targets() -> None:
     for block, words in COMMANDS:
         if words[0] == "make":
             assert words[1] in targets, block
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda x: str(x.relative_to(ROOT)))
+def test_pages_for_users_name_goals(page: Path) -> None:
+    """And no recipe that a goal stands for."""
+    name = page.relative_to(ROOT).as_posix()
+    if name not in RECIPES and not name.startswith(ONLY_PARSED):
+        text = page.read_text(encoding="utf-8")
+        assert not re.findall(r"--recipe (?:swift|lean|small)\b.*", text)
 
 
 @pytest.mark.parametrize("block", [x for x in BLOCKS if x.language == "python"], ids=str)

@@ -86,6 +86,34 @@ def test_a_request_that_cannot_be_served(small: Served, path, body, param, words
     assert error["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+@pytest.mark.parametrize("path", ["/v1/completions", CHAT])
+def test_more_tokens_than_a_sequence_has_room_for_are_refused(
+    small: Served, path: str, name: str, stream: bool
+) -> None:
+    """As vLLM does; what fits is served to the last token, and without a number there is no
+    error."""
+    asked = {"prompt": [5] * 200} if path != CHAT else {"messages": ASKED}
+    asked |= {"ignore_eos": True, "temperature": 0}
+    most = 57 if path != CHAT else small.ask(path, **asked)["usage"]["completion_tokens"]
+    prompt = 257 - most
+    error = small.refused(400, path, **asked, **{name: most + 1}, stream=stream)
+    assert error["param"] == "max_tokens" and error["message"] == (
+        f"max_tokens: {most + 1} tokens do not fit: this server's maximum context length is 256"
+        f" tokens, and the prompt has {prompt}: ask for at most {most}, shorten the prompt, or"
+        " leave max_tokens out"
+    )
+    found = small.ask(path, **asked, **{name: most})
+    assert found["usage"]["completion_tokens"] == most
+    assert found["usage"]["prompt_tokens"] == prompt
+
+
+def test_a_prompt_that_fills_the_context_needs_no_number(small: Served) -> None:
+    found = small.ask(prompt=[5] * 250, ignore_eos=True, temperature=0)
+    assert found["usage"]["completion_tokens"] == 7  # of the 16 that completions have by default
+
+
 HALF = "a\ud800"  # JSON can hold half a character, which no tokenizer reads
 
 

@@ -9,19 +9,20 @@ from rich.console import Console
 
 from kvfold.cli import common
 from kvfold.cli.bench_common import RANDOM, empty_table
-from kvfold.cli.options import STORAGE, Storage, parse_list
+from kvfold.cli.options import STORAGE, MapsName, Storage, parse_list
 from kvfold.config import CacheConfig
 from kvfold.utils.errors import SettingError
 from kvfold.utils.files import write_json
 
 if TYPE_CHECKING:
     from kvfold.evaluation.capacity import Capacity, Room
+    from kvfold.maps.sidecar import Sidecar
 
 ModelOrShape = Annotated[
     str,
     Parameter(
-        help="A directory, a GGUF file, a hub id, reference:gqa, or random:SHAPE with a shape of"
-        " bench decode, such as random:llama-3.1-8b."
+        help="A directory, a GGUF file, a hub id, reference:gqa, a folder of maps, or random:SHAPE"
+        " with a shape of bench decode, such as random:llama-3.1-8b."
     ),
 ]
 Share = Annotated[float, Parameter(help="Share of the GPU's memory to use.")]
@@ -35,13 +36,15 @@ def capacity(
     gpu_bytes: int | None = None,
     share: Share = 0.9,
     context: str = "2048,8192,32768",
+    maps: MapsName = None,
     storage: Storage = STORAGE,
     json: Path | None = None,
 ) -> None:
     """Predict how many requests fit on a GPU, and how long a decode step takes.
 
-    Reads only the model's config and needs no GPU. Sizes are those that the engine would allocate.
-    For comparison, the table also shows the uncompressed model with a cache of 16 and of 8 bits.
+    Reads only the model's config and its maps, if there are any, and needs no GPU. Sizes are those
+    that the engine would allocate. For comparison, the table also shows the uncompressed model with
+    a cache of 16 and of 8 bits.
 
     Parameters
     ----------
@@ -70,17 +73,20 @@ def capacity(
         if not legal:
             bounds = "in (0, 1]" if name == "share" else "at least 1"
             raise SettingError(f"`{name}` must be {bounds}, got {value}")
-    config = load_config(model)
-    spec = common.saved_spec(config)
-    planned = spec is not None and spec.planned
-    cache = storage.config(planned=planned) or CacheConfig()
-    estimate = Capacity(
-        config=config,
-        spec=spec,
-        cache=cache,
-        gpu_bytes=gpu_bytes or GPUS[gpu] * MIB,
-        share=share,
-    )
+    name, maps = common.base_and_maps(model, maps)
+    sidecar = common.load_maps(maps)
+    config = load_config(name, sidecar)
+    spec = common.saved_spec(config) if sidecar is None else sidecar.spec
+    cache = storage.config(planned=spec is not None and spec.planned) or CacheConfig()
+    settings: dict[str, Any] = {
+        "cache": cache,
+        "gpu_bytes": gpu_bytes or GPUS[gpu] * MIB,
+        "share": share,
+    }
+    if sidecar is not None:
+        estimate = Capacity.of_maps(sidecar, config=config, **settings)
+    else:
+        estimate = Capacity(config=config, spec=spec, **settings)
     rooms = [estimate.room(tokens) for tokens in contexts]
     others = {
         name: [original.room(tokens) for tokens in contexts]
@@ -89,7 +95,8 @@ def capacity(
     show(estimate, rooms, others)
     if json is not None:
         record: dict[str, Any] = {
-            "model": model,
+            "model": name,
+            "maps": maps,
             "gpu": gpu if gpu_bytes is None else None,
             "share": share,
             "gpu_bytes": estimate.gpu_bytes,
@@ -106,14 +113,19 @@ def originals(estimate: "Capacity") -> dict[str, "Capacity"]:
     """Estimates of the uncompressed model with a cache of 16 and of 8 bits, by name, without
     `estimate` itself."""
     caches = {"original": CacheConfig(), "original, --bits 8": CacheConfig(bits=8)}
-    plain = {name: replace(estimate, spec=None, cache=cache) for name, cache in caches.items()}
+    plain = {
+        name: replace(estimate, spec=None, maps=None, cache=cache) for name, cache in caches.items()
+    }
     return {name: x for name, x in plain.items() if x != estimate}
 
 
-def load_config(model: str) -> Any:
-    """The config of a model, or of a shape after `random:`."""
+def load_config(model: str, maps: "Sidecar | None" = None) -> Any:
+    """The config of a model, or of a shape after `random:`. Raises ValueError for maps that cannot
+    be of this model."""
     if not model.startswith(RANDOM):
-        return common.load_config(model)
+        return common.load_config(model, maps)
+    if maps is not None:
+        raise SettingError(f"`maps` are of a model, and {model} has random weights: name the model")
     from kvfold.bench.synthetic_engine import WIDTHS, config_of
     from kvfold.cli.bench_common import check_names
 
@@ -143,6 +155,8 @@ def show(estimate: "Capacity", rooms: "list[Room]", others: "dict[str, list[Room
     print(f"a token: {token:.0f} B in pages, {full / token:.2f}x smaller than {full} B at 16 bits")
     table = empty_table("cache", "context", "kept", "MiB each", "requests", "step ms", "tokens/s")
     name = "original" if estimate.spec is None else "checkpoint"
+    if estimate.maps is not None:
+        name = "maps"
     if estimate.cache != CacheConfig():
         name += ", these options"
     caches = others | {name: rooms}
@@ -158,4 +172,5 @@ def show(estimate: "Capacity", rooms: "list[Room]", others: "dict[str, list[Room
                 "-" if room.tokens_per_s is None else f"{room.tokens_per_s:.0f}",
             )
     Console().print(table)
-    print(f"step ms and tokens/s: for decoding only, predicted for an {DEFAULT}")
+    unknown = "" if estimate.maps is None else "; not predicted with maps"
+    print(f"step ms and tokens/s: for decoding only, predicted for an {DEFAULT}{unknown}")

@@ -87,6 +87,19 @@ def load_maps(name: str | None) -> "Sidecar | None":
     return Sidecar.load(name)
 
 
+def check_original(model: str, command: str) -> None:
+    """Raises ValueError for a folder of maps, which `command` makes itself."""
+    from kvfold.maps.named import holds_maps
+    from kvfold.maps.sidecar import Sidecar
+
+    if holds_maps(model):
+        source = Sidecar.load(model).source
+        raise ValueError(
+            f"{model} holds maps for {source}, and kvfold {command} compresses a model itself: give"
+            f" {source}, or measure these maps by kvfold eval {model}"
+        )
+
+
 def check_context(maps: str | None, context: object) -> None:
     """Raises SettingError for packed contexts together with maps: packing evicts tokens, which
     works without maps only."""

@@ -98,6 +98,7 @@ def compare(
     check_files(calibration)
     texts = common.named_texts(text)
     answers = common.read_tasks(tasks)
+    common.check_original(model, "compare")
     config, tokenizer = common.load_config(model), common.load_tokenizer(model)
     with renamed(max_tokens="calib_tokens"):
         chosen = [check_method(config, *pair, calib_tokens, place) for pair in wanted]

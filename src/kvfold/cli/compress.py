@@ -18,6 +18,7 @@ from kvfold.cli.options import (
     Flag,
     Goal,
     Model,
+    NewDirectory,
     Place,
     RecipeName,
     SizeFlags,
@@ -44,7 +45,7 @@ def compress(
     recover: int = 0,
     learn_scores: Flag = False,
     no_check: Flag = False,
-    output: Path,
+    output: NewDirectory,
     calibration: Calibration = CALIBRATION,
     place: Place = PLACE,
 ) -> None:
@@ -69,8 +70,6 @@ def compress(
     no_check
         Skip the check before saving: it measures what maps lose on text that calibration did not
         read, or compares a checkpoint's answer to a short prompt with the original's.
-    output
-        New directory to write to. It is written completely or not at all.
     """
     from kvfold import api
     from kvfold.hub.checkpoint import provenance_of

@@ -97,6 +97,7 @@ def frontier(
         calibration = Calibration(calib=calib, max_tokens=calib_tokens, seed=seed)
     check_files(calib, numbers)
     texts = common.named_texts(text)
+    common.check_original(model, "frontier")
     config, tokenizer = common.load_config(model), common.load_tokenizer(model)
     load = load_of(config, batch, context)
     with renamed(max_tokens="calib_tokens"):

@@ -9,7 +9,13 @@ from contextlib import contextmanager
 from io import TextIOWrapper
 from typing import Any
 
-from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
+from cyclopts import (
+    App,
+    CycloptsError,
+    MissingArgumentError,
+    Parameter,
+    UnusedCliTokensError,
+)
 
 from kvfold.cli.bench import bench
 from kvfold.cli.capacity import capacity
@@ -55,6 +61,16 @@ LESS = {  # advice when memory is short, by command
     "recover": "take a smaller model, leave --original out, or --device cpu",
     "pack": "shorten the context, or lower --kv-bytes of pages",
     "bench": "lower --batch, --tokens or --layers",
+}
+EXAMPLES = {  # of commands that cannot run without arguments
+    **{name: f"{name} reference:gqa" for name in ("serve", "capacity", "eval", "compare")},
+    "frontier": "frontier reference:gqa",
+    "compress": "compress reference:gqa --output maps",
+    "recover": "recover folded --output recovered",
+    "generate": "generate reference:gqa --prompt 'The old house'",
+    "pack": "pack reference:gqa --context book.txt --output book.kvf",
+    "push": "push maps USER/NAME",
+    "route": "route http://127.0.0.1:8001 http://127.0.0.1:8002",
 }
 COMMANDS: dict[str, Callable[..., None]] = {
     "compress": compress,
@@ -184,9 +200,21 @@ def in_words(error: Exception) -> str:
     if isinstance(error, UnusedCliTokensError):
         words = " ".join(map(repr, error.unused_tokens or ()))
         return f"unexpected {words}: an option takes one value, quoted if it has spaces; see --help"
+    if isinstance(error, MissingArgumentError):
+        return missing(error)
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error)
+
+
+def missing(error: MissingArgumentError) -> str:
+    """What a required argument takes, with an example of its command."""
+    command, argument = " ".join(error.command_chain or ()), error.argument
+    if argument is None or not argument.required or command not in EXAMPLES:
+        return str(error)
+    what = (argument.parameter.help or "").partition(". ")[0].removesuffix(".")
+    takes = f"{what}. For" if what else "For"
+    return f"kvfold {command} needs {argument.name}. {takes} example: kvfold {EXAMPLES[command]}"
 
 
 def out_of_memory(error: RuntimeError) -> bool:

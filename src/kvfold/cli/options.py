@@ -72,6 +72,10 @@ MapsName = Annotated[
         show_default=False,
     ),
 ]
+NewDirectory = Annotated[
+    Path,
+    Parameter(help="A new directory to write to. It is written completely or not at all."),
+]
 Flag = Annotated[bool, Parameter(negative="", show_default=False)]
 
 

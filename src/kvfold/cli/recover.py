@@ -2,20 +2,19 @@
 
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
 from kvfold.cli import common
-from kvfold.cli.options import ADAPTERS, PLACE, Adapters, Files, Model, Place
+from kvfold.cli.options import ADAPTERS, PLACE, Adapters, Files, Model, NewDirectory, Place
 
 
 def recover(
     model: Model,
     /,
     *,
-    output: Path,
+    output: NewDirectory,
     text: Annotated[
         Files,
         Parameter(help="Text files to train on (.txt, .xz, .gz); by default a packaged text."),
@@ -30,8 +29,6 @@ def recover(
 
     Parameters
     ----------
-    output
-        New directory to write to. It is written completely or not at all.
     original
         The model that MODEL was made from. Then the original's predictions are learned, instead of
         the text itself.

@@ -19,21 +19,37 @@ from kvfold.utils.errors import SettingError
 # Time of a calibration pass over that of its matrix products: it adds attention, statistics in fp64
 # and sampled labels. Measured on SmolLM2-135M (`swift`) on one CPU core.
 OVERHEAD = 1.8
-AFTER = 2  # bases and the check of the result take about the time of so many windows
+BASES = 0.2  # windows whose calibration takes the time of building the bases
+# Seconds per layer of a step of one token, apart from reading weights; measured as OVERHEAD was, as
+# the mean of the original in transformers, and of maps there and in the engine.
+LAYER_SECONDS = 4e-3
 SMALL_FILES = 5e6  # bytes of a tokenizer, a plan and a card
 LIBRARIES = 700e6  # bytes of Python, torch and transformers in a process
 CHUNK = 512  # positions whose logits exist at once
 PROBE_SECONDS = 0.5
+READ_NUMBERS = 2**24  # of a matrix that no cache holds, by which reading weights is timed
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckWork:
+    """What the check of the result computes: `windows` of `ctx` tokens, and `steps` of one token
+    each."""
+
+    windows: int = 0
+    ctx: int = 0
+    steps: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
     """An estimate of the work. tokens: of calibration text. products: multiply-adds, without
-    loading the model. In bytes, at most: memory of the model's device, disk of the output, and
-    saved, of the calibration pass that is stored beside the output until that is written."""
+    loading the model and without the steps of `check`. In bytes, at most: memory of the model's
+    device, disk of the output, and saved, of the calibration pass that is stored beside the output
+    until that is written."""
 
     model: Any
     tokens: int
+    check: CheckWork
     products: float
     memory: float
     disk: float
@@ -41,25 +57,35 @@ class Work:
 
     @property
     def seconds(self) -> float:
-        """Estimated seconds; runs products on the model's device for PROBE_SECONDS."""
-        return self.products / products_a_second(self.model)
+        """Estimated seconds; runs products on the model's device for PROBE_SECONDS each."""
+        seconds = self.products / products_a_second(self.model)
+        if self.check.steps:
+            seconds += self.check.steps * step_seconds(self.model)
+        return seconds
 
     @property
     def words(self) -> str:
         """A line for users."""
+        check = " and checking the result" if self.check.steps else ""
         return (
-            f"calibrating on {self.tokens} tokens: about {_in_time(self.seconds)},"
+            f"calibrating on {self.tokens} tokens{check}: about {_in_time(self.seconds)},"
             f" {_in_bytes(self.memory)} of memory, {_in_bytes(self.disk)} of disk and"
             f" {_in_bytes(self.saved)} more until it is done; tokens decide the time: `max_tokens`"
         )
 
 
-def work_of(compressor: Compressor, fold: bool, stored: torch.dtype | None = None) -> Work:
+def work_of(
+    compressor: Compressor,
+    fold: bool,
+    stored: torch.dtype | None = None,
+    check: CheckWork | None = None,
+) -> Work:
     """Estimate the work of a compressor.
 
     fold: whether weights are saved, not only maps. stored: their dtype when saved (None: as they
-    are).
+    are). check: of the result (None: there is none).
     """
+    check = check or CheckWork()
     model = compressor.model
     length = window_length(model.config)
     num_windows = compressor.max_tokens // length
@@ -67,10 +93,15 @@ def work_of(compressor: Compressor, fold: bool, stored: torch.dtype | None = Non
     weights = _bytes(model)
     written = weights if stored is None else weights * stored.itemsize / model.dtype.itemsize
     maps = 4 * 2 * full_rank_numbers(compressor)
+    calibration = (num_windows + BASES) * window_products(compressor, length)
+    checked = check.windows * (
+        forward_products(compressor, check.ctx) + check.ctx * _table_numbers(model)
+    )
     return Work(
         model=model,
         tokens=compressor.max_tokens,
-        products=(num_windows + AFTER) * OVERHEAD * window_products(compressor, length),
+        check=check,
+        products=OVERHEAD * (calibration + checked),
         memory=LIBRARIES + weights + 2 * statistics + activation_bytes(compressor, length),
         disk=(written if fold else 0) + maps + SMALL_FILES,
         saved=statistics,
@@ -89,34 +120,63 @@ def check_disk(output: Path, work: Work) -> None:
 
 
 def window_products(compressor: Compressor, length: int) -> float:
-    """Multiply-adds of one window of `length` tokens, with the backward pass if gradients are
-    read."""
-    model = compressor.model
-    g, config = compressor.geometry, model.config.get_text_config(decoder=True)
-    table = model.get_input_embeddings().weight.numel()
-    tables = table * (1 if getattr(config, "tie_word_embeddings", False) else 2)
-    layers = sum(x.numel() for x in model.parameters()) - tables
-    scores = 2 * length * g.num_layers * g.num_query_heads * g.head_dim
-    forward = length * (layers + scores)
+    """Multiply-adds of calibrating on one window of `length` tokens, with the backward pass if
+    gradients are read."""
+    forward = forward_products(compressor, length)
     if not reads_gradients(compressor):
         return forward
-    passes = 3 if recomputes(model) else 2  # gradients of activations alone: weights stay
-    return forward * passes + 2 * length * table
+    passes = 3 if recomputes(compressor.model) else 2  # gradients of activations: weights stay
+    return forward * passes + 2 * length * _table_numbers(compressor.model)
+
+
+def forward_products(compressor: Compressor, length: int) -> float:
+    """Multiply-adds of the layers for one window of `length` tokens."""
+    g = compressor.geometry
+    scores = 2 * length * g.num_layers * g.num_query_heads * g.head_dim
+    return float(length * (_layer_numbers(compressor.model) + scores))
+
+
+def _table_numbers(model: Any) -> int:
+    return int(model.get_input_embeddings().weight.numel())
+
+
+def _layer_numbers(model: Any) -> int:
+    """Numbers of the weights of all layers, without embeddings and the output layer."""
+    config = model.config.get_text_config(decoder=True)
+    tables = _table_numbers(model) * (1 if getattr(config, "tie_word_embeddings", False) else 2)
+    return sum(x.numel() for x in model.parameters()) - tables
+
+
+def step_seconds(model: Any) -> float:
+    """Estimated seconds of a step of one token, which reads all weights; times the reading of a
+    matrix on the model's device."""
+    config = model.config.get_text_config(decoder=True)
+    width = model.get_input_embeddings().embedding_dim
+    numbers = _layer_numbers(model) + _table_numbers(model)
+    num_layers = getattr(config, "num_hidden_layers", 1)
+    read = numbers / _products_a_second(model, 1, READ_NUMBERS // width)
+    return read + num_layers * LAYER_SECONDS
 
 
 def products_a_second(model: Any) -> float:
     """Multiply-adds per second of a matrix product of the model's size, timed for a moment."""
+    return _products_a_second(model, 256, 4 * model.get_input_embeddings().embedding_dim)
+
+
+def _products_a_second(model: Any, rows: int, columns: int) -> float:
+    """Multiply-adds per second of `rows` rows times a matrix of the model's width and `columns`
+    columns, on the model's device."""
     device = input_device(model)
     width = model.get_input_embeddings().embedding_dim
     dtype = model.dtype if model.dtype.itemsize > 1 else torch.bfloat16
-    x = torch.ones(256, width, dtype=dtype, device=device)
-    weight = torch.ones(width, 4 * width, dtype=dtype, device=device)
+    x = torch.ones(rows, width, dtype=dtype, device=device)
+    weight = torch.ones(width, columns, dtype=dtype, device=device)
     _timed(x, weight)  # the first one loads libraries
     count, seconds = 0, 0.0
     while seconds < PROBE_SECONDS:
         seconds += _timed(x, weight)
         count += 1
-    return count * 256 * width * 4 * width / seconds
+    return count * rows * width * columns / seconds
 
 
 def _timed(x: torch.Tensor, weight: torch.Tensor) -> float:

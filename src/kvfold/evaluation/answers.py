@@ -6,7 +6,7 @@ per token, which is what plans predict. Shapes: N tokens, V tokens of the
 vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import log
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvfold.compression.work import CheckWork
 from kvfold.config import CacheConfig
 from kvfold.engine.runner.build import build_runner
 from kvfold.engine.runner.trial import not_finite, run_tokens
@@ -26,6 +27,7 @@ from kvfold.models.weights import rounded
 from kvfold.ops.backend import use_triton
 from kvfold.utils.chat import encode_chat
 from kvfold.utils.errors import SettingError
+from kvfold.utils.progress import Progress, counter
 from kvfold.utils.text import packaged
 from kvfold.utils.tokens import check_ids, encode_start
 
@@ -36,6 +38,7 @@ LONGEST = 1024  # most tokens of the cache
 PLAN = 10.0  # most divergence over the predicted loss: small models differ much
 ENGINE = 4.0  # the same over the divergence in transformers, whose cache does not quantise
 BITS = 0.25  # most nats/token of a prediction to allow for: it overrates first tokens
+CHECK_ANSWER = "check answer"  # the stage of progress
 FLOOR = 0.25  # nats/token beyond that, for few tokens and 16-bit rounding
 
 
@@ -51,15 +54,22 @@ class ReferenceAnswer:
     dtype: torch.dtype | None
 
     @classmethod
-    def of(cls, model: Any, tokenizer: Any, dtype: torch.dtype | None = None) -> "ReferenceAnswer":
+    def of(
+        cls,
+        model: Any,
+        tokenizer: Any,
+        dtype: torch.dtype | None = None,
+        *,
+        step: Callable[[], object] = lambda: None,
+    ) -> "ReferenceAnswer":
         """Generate a model's answer to a short packaged prompt, in its chat template if it has one.
-        End-of-text tokens do not end it. Raises ValueError that names the layer if the model
-        overflows in `dtype`."""
+        End-of-text tokens do not end it. step: is called after each token. Raises ValueError that
+        names the layer if the model overflows in `dtype`."""
         use_triton(model.device.type)
         if dtype not in (None, model.dtype):
             with rounded(model, dtype):
                 check_outputs(model)
-        count = FEW if model.num_parameters() < TOY else TOKENS
+        count = num_tokens(model)
         most = max_positions(model) or LONGEST
         prompt = _prompt(model, tokenizer)[-(most - count) :]
         tokens, steps = list[int](), list[Tensor]()
@@ -68,6 +78,7 @@ class ReferenceAnswer:
             for _ in range(count):
                 steps.append(logits.float().cpu())
                 tokens.append(int(logits.argmax()))
+                step()
                 if len(tokens) < count:
                     logits = session.read(tokens[-1:])
         return cls(prompt=prompt, tokens=tokens, logits=torch.stack(steps), dtype=dtype)
@@ -85,6 +96,16 @@ class ReferenceAnswer:
         return float(terms.where(original > -torch.inf, 0.0).sum(-1).mean())
 
 
+def num_tokens(model: Any) -> int:
+    """Tokens of a model's reference answer."""
+    return FEW if model.num_parameters() < TOY else TOKENS
+
+
+def check_work(model: Any) -> CheckWork:
+    """What `ReferenceAnswer.of` and `check_answer` compute."""
+    return CheckWork(steps=2 * num_tokens(model))
+
+
 def _prompt(model: Any, tokenizer: Any) -> list[int]:
     vocabulary = model.get_input_embeddings().num_embeddings
     if tokenizer is None:
@@ -97,7 +118,12 @@ def _prompt(model: Any, tokenizer: Any) -> list[int]:
     return ids
 
 
-def check_answer(model: Any, answer: ReferenceAnswer, predicted: float | None) -> float:
+def check_answer(
+    model: Any,
+    answer: ReferenceAnswer,
+    predicted: float | None,
+    progress: Progress | None = None,
+) -> float:
     """Return the divergence of a folded model from the original's answer, in nats per token. The
     model is not changed.
 
@@ -107,7 +133,7 @@ def check_answer(model: Any, answer: ReferenceAnswer, predicted: float | None) -
     low-rank entries has neither bound, and must be better than a random guess.
     """
     with rounded(model, answer.dtype), inference(model):
-        divergence = answer.divergence(_through_cache(model, answer))
+        divergence = answer.divergence(_through_cache(model, answer, progress))
         limit = _limit(model, answer, predicted)
     if divergence <= limit:
         return divergence
@@ -136,7 +162,7 @@ def _dense(model: Any, answer: ReferenceAnswer) -> Tensor:
     return logits[0, -len(answer.tokens) :].float()
 
 
-def _through_cache(model: Any, answer: ReferenceAnswer) -> Tensor:
+def _through_cache(model: Any, answer: ReferenceAnswer, progress: Progress | None = None) -> Tensor:
     """Compute logits [N, V] token by token in the engine; in transformers if the engine does not
     serve the model. Raises ValueError that names the first module whose outputs are not finite."""
     if not fixed_rope(model.config):
@@ -144,7 +170,12 @@ def _through_cache(model: Any, answer: ReferenceAnswer) -> Tensor:
     most = min(LONGEST, max_positions(model) or LONGEST)
     runner = build_runner(model, CacheConfig(), num_slots=1, max_tokens=most)
     fed = [answer.prompt], [answer.tokens[:-1]]
-    logits = torch.cat([x.float() for x in run_tokens(runner, *fed)])
+    step = counter(progress, CHECK_ANSWER, len(answer.tokens))
+    steps = list[Tensor]()
+    for step_logits in run_tokens(runner, *fed):
+        steps.append(step_logits.float())
+        step()
+    logits = torch.cat(steps)
     if not bool(rows_are_finite(logits).all()):
         why = not_finite(runner, *fed)
         raise ValueError(f"nothing was saved, as the compressed model gives no answer: {why}")

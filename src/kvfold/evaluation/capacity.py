@@ -4,17 +4,21 @@ of a request's pages.
 Bytes follow from the engine's layout, so that an engine allocates a pool of this size.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from kvfold.cache.eviction import policies
 from kvfold.compression.planning.step_time import DEFAULT, DecodeLoad, predict
 from kvfold.config import AUTO, CacheConfig
-from kvfold.engine.runner.build import check_served, layout_of
+from kvfold.engine.runner.build import check_served, check_sidecar_cache, layout_of
 from kvfold.engine.runner.repair import state_bytes
 from kvfold.layout import CacheSpec
-from kvfold.layout.pages import CacheLayout
+from kvfold.layout.pages import CacheLayout, plain_spec
+from kvfold.maps.engine_model import served_spec
+from kvfold.maps.plain import full_spec
+from kvfold.maps.sidecar import Sidecar
+from kvfold.models.families import family_of
 from kvfold.models.size import DTYPE, weight_bytes
 from kvfold.utils.errors import SettingError
 
@@ -59,7 +63,8 @@ class Capacity:
     """How many requests of a model fit on a GPU.
 
     config: of transformers. spec: what the model's cache stores; None: uncompressed. share: of
-    gpu_bytes that may be used. Raises ValueError if the cache cannot serve the model.
+    gpu_bytes that may be used. maps: beside the weights, which `spec` comes from then (`of_maps`).
+    Raises ValueError if the cache cannot serve the model.
     """
 
     config: Any
@@ -67,8 +72,17 @@ class Capacity:
     cache: CacheConfig
     gpu_bytes: int
     share: float = 0.9
+    maps: Sidecar | None = None
+
+    @classmethod
+    def of_maps(cls, maps: Sidecar, **settings: Any) -> "Capacity":
+        """The capacity of a model with maps. settings: the other fields. Raises SettingError for
+        maps that leave out layers with other heads, whose sizes the maps do not have."""
+        return cls(spec=_spec_of_all_layers(maps), maps=maps, **settings)
 
     def __post_init__(self) -> None:
+        if self.maps is not None:
+            check_sidecar_cache(self.cache)
         if self.cache.evict == AUTO:
             raise SettingError(
                 f"`evict={AUTO!r}` is measured on a model's answers, and this reads its config "
@@ -86,7 +100,13 @@ class Capacity:
 
     @property
     def weights(self) -> int:
-        return weight_bytes(self.config, self.layout.spec)
+        if self.maps is None:
+            return weight_bytes(self.config, self.layout.spec)
+        original = plain_spec(family_of(self.config).geometry(self.config))
+        tensors = (x for layer in self.maps.maps.values() for x in layer.tensors().values())
+        return weight_bytes(self.config, original) + DTYPE.itemsize * sum(
+            x.numel() for x in tensors
+        )
 
     @property
     def pool(self) -> int:
@@ -132,10 +152,27 @@ class Capacity:
         )
 
     def _step(self, requests: int, num_kept: int) -> float | None:
-        """Predicted milliseconds of a decode step on the device DEFAULT."""
-        if not requests:
+        """Predicted milliseconds of a decode step on the device DEFAULT; None for maps beside the
+        weights, whose steps were not timed."""
+        if not requests or self.maps is not None:
             return None
         load = DecodeLoad(batch=requests, context=num_kept)
         spec = self.layout.spec
         prediction = predict(self.config, spec, load, bits=self.cache.bits, device=DEFAULT)
         return None if prediction is None else prediction.ms
+
+
+def _spec_of_all_layers(maps: Sidecar) -> CacheSpec:
+    """What all layers of a model with maps store: those without maps store full keys and values.
+    Raises SettingError for layers with other heads."""
+    if unlike := (maps.provenance.get("left") or {}).get("unlike"):
+        raise SettingError(
+            f"`maps` have none for {unlike[0]}, whose heads are others than those of the layers"
+            " with maps: the engine does not serve such a model, and vLLM says at its start how"
+            " many tokens fit"
+        )
+    planned = dict(zip(maps.maps, maps.spec.layers, strict=True))
+    geometry = replace(maps.spec.geometry, num_layers=len(maps.base))
+    (full_layer,) = full_spec(geometry, 1).layers
+    layers = tuple(planned.get(name, full_layer) for name in maps.base)
+    return served_spec(replace(maps.spec, layers=layers, geometry=geometry))

@@ -5,11 +5,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+from kvfold.hub import reference
 from kvfold.layout import CacheSpec
 from kvfold.layout.pages import cache_layout
 
 _TEXT = """\
 # {source}, with a smaller KV cache
+
+Base model: {base}
 
 Made by kvfold from `{source}` with the recipe `{recipe}`:
 
@@ -44,13 +47,15 @@ to delete `quantization_config` from config.json, does not help.
 
 _MAPS = """\
 ---
-{base}library_name: kvfold
+{metadata}library_name: kvfold
 tags:
 - kvfold
 - kv-cache
 ---
 
 # Maps for a smaller KV cache of {source}
+
+Base model: {base}
 
 Made by kvfold from `{source}` ({kind}) with the recipe `{recipe}`. The model's weights are not in
 here and do not change: they may be of any dtype, quantised, or have a LoRA.
@@ -71,10 +76,7 @@ these files.
 transformers, with its own cache and attention:
 
 ```python
-import kvfold
-from transformers import AutoModelForCausalLM
-
-model = AutoModelForCausalLM.from_pretrained("{source}")
+{loading}
 kvfold.attach(model, "MAPS")
 ```
 
@@ -85,7 +87,17 @@ import kvfold
 
 llm = kvfold.LLM("{source}", maps="MAPS")
 ```
+{vllm}"""
+_FROM_HUB = """\
+import kvfold
+from transformers import AutoModelForCausalLM
 
+model = AutoModelForCausalLM.from_pretrained("{source}")"""
+_PACKAGED = """\
+import kvfold
+
+model = kvfold.load("{source}")"""
+_VLLM = """
 vLLM, where kvfold is installed:
 
 ```sh
@@ -98,23 +110,56 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 def maps_text(spec: CacheSpec, provenance: dict[str, Any]) -> str:
     """The README of a folder of maps, in Markdown with hub metadata."""
     name = str(provenance.get("model", "a model"))
-    is_id = bool(_HUB_ID.fullmatch(name)) and not Path(name).exists()
+    hub, is_packaged = _hub_id(name), name.startswith(reference.PREFIX)
+    is_packaged &= hub is None
+    source = hub or (name if is_packaged else Path(name).name)
     return _MAPS.format(
-        base=f"base_model: {name}\n" if is_id else "",
-        source=name if is_id or name.startswith("reference:") else Path(name).name,
+        metadata="" if hub is None else f"base_model: {hub}\n",
+        base=_base(name),
+        source=source,
         kind=provenance.get("model_type", "a causal LM"),
         recipe=provenance.get("recipe", {}).get("name", "plain"),
         facts="\n".join(f"- {line}" for line in facts(spec, provenance)),
+        loading=(_PACKAGED if is_packaged else _FROM_HUB).format(source=source),
+        vllm="" if is_packaged else _VLLM.format(source=source),
     )
 
 
 def text(spec: CacheSpec, provenance: dict[str, Any]) -> str:
     """The README of a folded checkpoint, in Markdown."""
+    name = str(provenance.get("model", "a model"))
     return _TEXT.format(
-        source=provenance.get("model", "a model"),
+        base=_base(name),
+        source=name,
         recipe=provenance["recipe"]["name"],
         facts="\n".join(f"- {line}" for line in facts(spec, provenance)),
         planned=", with the planned bits" if spec.planned else "",
+    )
+
+
+def _hub_id(name: str) -> str | None:
+    """The hub id of a model, which some reference models have too; None for others."""
+    if name.startswith(reference.PREFIX):
+        model = reference.MODELS.get(name.removeprefix(reference.PREFIX))
+        return None if model is None else model.hub
+    return name if _HUB_ID.fullmatch(name) and not Path(name).exists() else None
+
+
+def _base(name: str) -> str:
+    """A sentence on the model that was compressed, and where it is."""
+    hub = _hub_id(name)
+    if not name.startswith(reference.PREFIX):
+        if hub is None:
+            return f"`{Path(name).name}`, from a folder or file of this name."
+        return f"`{hub}` on the Hugging Face hub." if "/" in hub else f"`{hub}`."
+    if hub is None:
+        return (
+            f"`{name}`, a small model that comes with kvfold. It is not on the Hugging Face hub;"
+            f' `kvfold.load("{name}")` loads it.'
+        )
+    return (
+        f"`{hub}` on the Hugging Face hub. kvfold calls it `{name}`; where a GGUF file of it is"
+        " installed, that is read, which has fewer bits."
     )
 
 

@@ -20,6 +20,7 @@ from kvfold.hub import gguf
 from kvfold.models import weights
 from kvfold.utils.files import new_directory
 
+PREFIX = "reference:"  # of names
 _CHUNK = 1 << 20  # bytes read at a time
 
 

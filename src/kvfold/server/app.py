@@ -131,12 +131,12 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         sampling, prompts = body.sampling(service.limits), body.prompts(service.limits)
         specs = [(prompt, params, body.cache) for prompt in prompts for params in sampling]
         context = service.context(body.context)
-        wants_echo = body.echo
+        wants_echo, requested = body.echo, body.requested_tokens
         body.release()
 
         async def begin() -> tuple[list[EchoedPrompt], ChoiceStream]:
             echoed = [await service.echo(prompt) for prompt in prompts] if wants_echo else []
-            return echoed, await service.submit(specs, context)
+            return echoed, await service.submit(specs, context, requested)
 
         echoed, choices = await cancel_on_disconnect(request, begin())
         return await _respond(request, CompletionResponse(service, body, choices, echoed))
@@ -152,7 +152,8 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
         async def begin() -> ChoiceStream:
             prompt = await service.encode_chat(messages, variables)
-            return await service.submit([(prompt, params, body.cache) for params in sampling])
+            specs = [(prompt, params, body.cache) for params in sampling]
+            return await service.submit(specs, requested=body.requested_tokens)
 
         choices = await cancel_on_disconnect(request, begin())
         return await _respond(request, ChatResponse(service, body, choices))

@@ -177,8 +177,13 @@ class GenerationBody(Body, kw_only=True):
         return self.n or 1
 
     @property
-    def max_output_tokens(self) -> int | None:
+    def requested_tokens(self) -> int | None:
+        """Output tokens that the client asks for; None if it leaves the number open."""
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def max_output_tokens(self) -> int | None:
+        return self.requested_tokens
 
     @property
     def num_logprobs(self) -> int | None:

@@ -188,18 +188,44 @@ class Service:
             self._num_tokenizing -= 1
 
     async def submit(
-        self, specs: Sequence[PromptSpec], context: PackedContext | None = None
+        self,
+        specs: Sequence[PromptSpec],
+        context: PackedContext | None = None,
+        requested: int | None = None,
     ) -> "ChoiceStream":
-        """Submit all choices of a request to the engine. Raises APIError (429) if the queue has no
-        room for all of them."""
+        """Submit all choices of a request to the engine. requested: output tokens that the client
+        asks for, if it does.
+
+        Raises APIError (429) if the queue has no room for all choices, and (400) if no sequence has
+        room for the requested tokens.
+        """
         self._check_queue(len(specs))
+
+        def check(opened: Sequence[OpenRequest]) -> None:
+            _check_prompt_logprobs(opened)
+            if requested is not None:
+                self._check_length(max(x.num_prompt for x, _ in opened), requested)
+
         self._num_preparing += len(specs)
         try:
             with renamed(**CLIENT_NAMES):
-                stream = await self.async_llm.open(specs, context, _check_prompt_logprobs)
+                stream = await self.async_llm.open(specs, context, check)
         finally:
             self._num_preparing -= len(specs)
         return ChoiceStream(stream, self.limits.request_seconds, self.metrics)
+
+    def _check_length(self, num_prompt: int, requested: int) -> None:
+        """Raises APIError for more output tokens than fit a sequence after its prompt. The engine
+        would end such an answer early, as one that was cut."""
+        room = self.max_tokens - num_prompt + 1  # the last output has no cache entry
+        if requested > room:
+            raise APIError(
+                400,
+                f"max_tokens: {requested} tokens do not fit: this server's maximum context length"
+                f" is {self.max_tokens} tokens, and the prompt has {num_prompt}: ask for at most"
+                f" {room}, shorten the prompt, or leave max_tokens out",
+                param="max_tokens",
+            )
 
     def _check_queue(self, count: int) -> None:
         slots = self.llm.runner.pool.num_slots

@@ -6,6 +6,7 @@ import math
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,6 +39,7 @@ def check_writable(path: Path) -> None:
         raise ValueError(f"cannot write {path}: folder {parent} does not exist; create it first")
     if not os.access(parent, os.W_OK):
         raise ValueError(f"cannot write {path}: folder {parent} is read-only; name another one")
+    _check_creates(parent, path)
 
 
 @contextmanager
@@ -138,6 +140,20 @@ def check_makeable(path: Path) -> None:
         raise ValueError(f"cannot write {path}: {above} is a file; name another folder")
     if not os.access(above, os.W_OK):
         raise ValueError(f"cannot write {path}: folder {above} is read-only; name another one")
+    _check_creates(above, path)
+
+
+def _check_creates(folder: Path, path: Path) -> None:
+    """Raises ValueError if no file can be created in `folder`, for writing `path`. Permissions do
+    not tell: /proc and other folders of the system are writable, but create nothing."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"cannot write {path}: nothing can be created in folder {folder} ({error.strerror});"
+            " name another one"
+        ) from None
 
 
 def _check_link(path: Path) -> None:
