@@ -1,9 +1,9 @@
 """Add the attention of decode queries to eviction metrics, every few steps.
 
 Decode kernels return no attention weights. So the last queries and their log-sum-exps are buffered,
-and the keys are read once for WINDOW queries. Rows stored after a query have larger positions, so a
-later read sees what the query saw, as long as no row was moved or evicted in between. Shapes: B
-sequences, Hq query heads, S slots, W = WINDOW; dk widest key rank of a layer.
+and the keys are read once for WINDOW queries. Token entries stored after a query have larger
+positions, so a later read sees what the query saw, as long as no entry was moved or evicted in
+between. Shapes: B sequences, Hq query heads, S slots, W = WINDOW; dk widest key rank of a layer.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -78,8 +78,8 @@ class Observer(QueryRing):
 
     def _begin(self, parts: Sequence[StepPart]) -> None:
         """Drop buffered queries of sequences that gave up their slots, and flush if a sequence does
-        not continue where it ended. The step's rows may have pages but no content yet; what is
-        added to their metrics is overwritten."""
+        not continue where it ended. The step's token entries may have pages but no content yet;
+        what is added to their metrics is overwritten."""
         must_flush = False
         for slot, owner, start, _ in parts:
             if (pending := self.pending.get(slot)) is None:
@@ -106,9 +106,9 @@ class Observer(QueryRing):
 
     def flush(self) -> None:
         """Add the attention of all buffered queries to the metrics. Sequences that gave up their
-        slots have no rows and are skipped."""
-        rows = self.view.pool.host_lengths
-        pending = [(slot, x.positions) for slot, x in self.pending.items() if rows[slot].any()]
+        slots have no token entries and are skipped."""
+        lengths = self.view.pool.host_lengths
+        pending = [(slot, x.positions) for slot, x in self.pending.items() if lengths[slot].any()]
         self.pending = {}
         if not pending:
             return

@@ -157,7 +157,7 @@ class Eviction:
             in_order=bool((lengths == np.array(computed)[:, None]).all()),
             layers=self.heads,
             needs=policy.scorer.needs,
-            source=self.attention.rows(index, valid.shape[2], computed),
+            source=self.attention.entries(index, valid.shape[2], computed),
             generator=self.generator,
             scale=self.pool.layout.spec.geometry.scaling,
             sinks=policy.sinks,

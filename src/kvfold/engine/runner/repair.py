@@ -19,7 +19,7 @@ from torch import Tensor
 from kvfold.attention.base import LayerAttention
 from kvfold.attention.metadata import PoolView
 from kvfold.attention.paged import LayerHook
-from kvfold.attention.rows import gather_rows
+from kvfold.attention.rows import gather_entries
 from kvfold.cache.eviction.repair import FittedEntries, fit_to_attention
 from kvfold.engine.requests.request import Batch, Request, ScheduledChunk
 from kvfold.layout import CacheSpec, Geometry
@@ -179,7 +179,7 @@ class Repair:
     def _layer(self, index: int, slot: int, computed: int, evicted: Tensor) -> _Layer:
         maps: LayerAttention = self.modules[index].description
         slots = torch.tensor([slot], device=evicted.device)
-        stored = gather_rows(self.view, maps, slots, evicted.shape[1])
+        stored = gather_entries(self.view, maps, slots, evicted.shape[1])
         q = self._queries(index, slot, computed) * maps.scale
         k = maps.score_keys(stored.rows, None)[0]
         v = maps.value_columns.spread(maps.value_columns.gather(stored.rows))[0]
