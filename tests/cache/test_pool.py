@@ -112,7 +112,7 @@ def test_stats() -> None:
     assert asdict(small) == {"page_bytes": 64, "used_pages": 2, "free_pages": 1, "slabs": 1}
     assert asdict(large) == {"page_bytes": 192, "used_pages": 2, "free_pages": 0, "slabs": 2}
     assert stats.fragmentation == 64 / 1216
-    assert stats.row_occupancy == 10 / 16
+    assert stats.entry_occupancy == 10 / 16
     assert stats.sequence_bytes == {slot: 512}
     assert stats.table_bytes >= 4 * (2 * 2 * 4 + 2 * 2 + 1)
     p.truncate(slot, [1, 1])
@@ -124,7 +124,7 @@ def test_stats() -> None:
     p.free_slot(slot)
     closed = p.stats()
     assert (closed.used_bytes, closed.free_bytes, closed.fragmentation) == (0, 192 * 6, 0.0)
-    assert closed.row_occupancy == 1.0 and closed.sequence_bytes == {}
+    assert closed.entry_occupancy == 1.0 and closed.sequence_bytes == {}
 
 
 def test_all_or_nothing() -> None:

@@ -347,7 +347,7 @@ def test_blocks_follow_one_another() -> None:
     p.extend([a], [9])
     chain = [*p._chains[a], *p.share(a, 2)]
     assert [int(x.first[0]) for x in chain] == [0, 1, 2]
-    assert all(int(b.first[0]) * PAGE == int(a.rows[0]) for a, b in pairwise(chain))
+    assert all(int(b.first[0]) * PAGE == int(a.lengths[0]) for a, b in pairwise(chain))
     assert isinstance(chain[0].pages, np.ndarray)
 
 

@@ -119,7 +119,7 @@ def test_sequences_are_evicted_from_or_stay_whole(
     layers = len(runner.eviction.spans) if name == "compaction" else 1
     for done in range(layers * len(lengths)):
         with monkeypatch.context() as patch:
-            patch.setattr(eviction, "ROWS", 1)
+            patch.setattr(eviction, "MAX_ENTRIES", 1)
             failing(patch, eviction, name, done)
             runner, sessions = filled("kv-compress", lengths)
             with pytest.raises(Boom):

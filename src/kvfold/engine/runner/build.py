@@ -211,7 +211,7 @@ def check_served(
     if windowed and cache.packs_pages:
         raise SettingError(
             f"`format={cache.format!r}`, `residual={cache.residual}`: this model's sliding window "
-            "drops old tokens row by row, and here they are packed together: leave both out and "
+            "drops old tokens one by one, and here they are packed together: leave both out and "
             "keep `bits`"
         )
     if policy is not None and windowed:

@@ -235,8 +235,8 @@ class ModelRunner:
             index += range(-len(chunk.tokens), 0)
         fill = None
         if self.pool.layout.residual:
-            rows = (self.pool.host_lengths[slots, 0] + index).tolist()
-            fill = Fill.of(slots, rows, self.pool.layout.residual, self.device)
+            entries = (self.pool.host_lengths[slots, 0] + index).tolist()
+            fill = Fill.of(slots, entries, self.pool.layout.residual, self.device)
         calls = build_attention_metadata(
             self.attention.view, batch, positions, self.eviction.evicts
         )
