@@ -59,7 +59,7 @@ CALLS: dict[str, Callable[[Pool], object]] = {
     "extend, free pages and slabs": lambda p: p.extend([0, 1, 2], [3, 9, 3]),
     "extend, no page": lambda p: p.extend([0], [1]),
     "extend, slabs to take back": lambda p: p.extend([1, 2], [44, 1]),
-    "can_extend": lambda p: p.can_extend([1, 2], [44, 1]),
+    "make_room_to_extend": lambda p: p.make_room_to_extend([1, 2], [44, 1]),
     "shrink one": lambda p: p.truncate(2, [40, 1, 0, 4, 20, 7]),
     "shrink two": lambda p: p.truncate([2, 0], torch.zeros(2, 6, dtype=torch.int32)),
     "close": lambda p: p.free_slot(2),

@@ -218,7 +218,7 @@ class Books:
         if len(pool.open_slots) == pool.num_slots:
             return
         slot = pool.allocate_slot()
-        if pool.can_extend([slot], [len(ids)]):
+        if pool.make_room_to_extend([slot], [len(ids)]):
             pool.extend([slot], [len(ids)])
             kept = sorted(self.rng.sample(range(len(ids)), self.rng.randrange(1, len(ids))))
             rows = [kept, range(len(ids))]

@@ -197,8 +197,9 @@ class Pool:
             after = np.minimum(after, np.maximum(self._max_entries + chunk, lengths))
         return self._span(np.arange(len(lengths)), lengths, after).pages
 
-    def has_free_pages(self, pages: Ints) -> bool:
-        """Whether `pages` [C] pages are free. May wait for the device, as `can_extend`."""
+    def make_room(self, pages: Ints) -> bool:
+        """Have `pages` [C] pages free: a pool that shares pages drops cached ones for that. Returns
+        whether it succeeded. May wait for the device, as `make_room_to_extend`."""
         return self._ensure_free(pages)
 
     def _ensure_free(self, pages: Ints) -> bool:
@@ -213,8 +214,8 @@ class Pool:
         self._is_open[closed[0]] = True
         return int(closed[0])
 
-    def can_make_private(self, slot: int) -> bool:
-        """Whether `make_private` would succeed."""
+    def make_room_to_copy(self, slot: int) -> bool:
+        """Have the pages free that `make_private` needs. Returns whether it succeeded."""
         return True
 
     def make_private(self, slot: int) -> None:
@@ -236,8 +237,8 @@ class Pool:
         if self.low_rank is not None:
             self.low_rank.truncate(slot, np.zeros_like(self.low_rank.host_lengths[slot]))
 
-    def can_extend(self, slots: Sequence[int], tokens: Sequence[int]) -> bool:
-        """Whether `extend` would succeed.
+    def make_room_to_extend(self, slots: Sequence[int], tokens: Sequence[int]) -> bool:
+        """Have the pages free that `extend` needs. Returns whether `extend` would succeed.
 
         Waits for the device only if pages seem to be missing and some were freed since the last
         wait, to learn which slabs are empty by now.
@@ -250,7 +251,7 @@ class Pool:
 
         The entries are uninitialised. All or nothing: raises PoolFull, with nothing changed, if
         pages are missing or a sequence would outgrow `max_tokens`. May wait for the device, as
-        `can_extend`.
+        `make_room_to_extend`.
         """
         span, lengths = self._growth(slots, tokens)
         if reason := self._shortage(span, lengths):

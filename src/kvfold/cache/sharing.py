@@ -84,7 +84,7 @@ class SharingPool(Pool):
         """Whether these pages are still cached, with or without readers."""
         return x.ref_count > 0 or x in self._evictable
 
-    def has_free_pages(self, pages: Ints, keep: Chain = ()) -> bool:
+    def make_room(self, pages: Ints, keep: Chain = ()) -> bool:
         """Drop cached pages without readers, except `keep`, until `pages` [C] pages are free.
         Returns whether that succeeded."""
         self.touch(keep)
@@ -150,7 +150,7 @@ class SharingPool(Pool):
         self._commit(index, lengths, slabs)
         self._high_water = max(self._high_water, self.used_bytes)
 
-    def can_make_private(self, slot: int) -> bool:
+    def make_room_to_copy(self, slot: int) -> bool:
         return not self._chains[slot] or self._ensure_free(self._read(slot).pages)
 
     def make_private(self, slot: int) -> None:

@@ -81,10 +81,10 @@ class NoPrefixCache:
         """Whether `tokens` tokens of a request fit in an empty pool."""
         return self._pool.fits(tokens, self._chunk)
 
-    def has_free_pages(self, pages: Ints, chain: Chain) -> bool:
-        """Whether `pages` [C] pages are free. Other cached pages are dropped for that, but none of
-        the chain."""
-        return self._pool.has_free_pages(pages)
+    def make_room(self, pages: Ints, chain: Chain) -> bool:
+        """Drop cached pages, but none of the chain, until `pages` [C] pages are free. Returns
+        whether that succeeded."""
+        return self._pool.make_room(pages)
 
     def start(self, request: Request, chain: Chain) -> Ints | int:
         """Let a request that has a new slot start with a chain. Returns the pages [C] that were
@@ -185,8 +185,8 @@ class PrefixCache(NoPrefixCache):
         rest = self.pool.cost([x], tokens - x.tokens, copy=self._updates_metrics)
         return tokens <= self.pool.max_tokens and self.pool.fits_pages(x.pages + rest)
 
-    def has_free_pages(self, pages: Ints, chain: Chain) -> bool:
-        return self.pool.has_free_pages(pages, chain)
+    def make_room(self, pages: Ints, chain: Chain) -> bool:
+        return self.pool.make_room(pages, chain)
 
     def start(self, request: Request, chain: Chain) -> Ints | int:
         allocated = self.pages_needed(chain, _num_tokens(chain))

@@ -247,10 +247,10 @@ class ModelRunner:
     # -- compression --------------------------------------------------------------------------
 
     def needs_compression(self, request: Request) -> bool:
-        """See `Runner`. False if there are no free pages to make shared pages private."""
+        """See `Runner`. False if there is no room to copy the pages that it shares."""
         if self.demoter is not None:
             return self.demoter.is_over(request)
-        return self.eviction.is_over(request) and self.pool.can_make_private(request.open_slot)
+        return self.eviction.is_over(request) and self.pool.make_room_to_copy(request.open_slot)
 
     @property
     def demotes(self) -> bool:
