@@ -59,8 +59,9 @@ RecipeName = Annotated[
 Goal = Annotated[
     GoalName | None,
     Parameter(
-        help="What matters most, instead of --recipe: speed (the default: recipe swift), memory"
-        " (small: the smallest cache at the same loss, but much slower steps), or balanced (lean).",
+        help="What matters most, instead of --recipe: speed (the default: recipe swift, with"
+        " prefer=speed where a GPU can use it), memory (small: the smallest cache at the same loss,"
+        " but much slower steps), or balanced (lean).",
         show_default=False,
     ),
 ]

@@ -5,6 +5,10 @@
 entries that the kernel `ops.one_pass` reads in one pass: all heads of a layer have the same tiers,
 keys have a latent each, and values one latent of all heads. Keys that are reconstructed are limited
 in size, so that a layer's maps fit into a multiprocessor's shared memory beside two pages.
+
+A preference (`Prefer`) is not a goal (`recipes.GOALS`): a goal chooses the recipe, a preference the
+bits of its plan. The goal "speed" alone leaves the preference open; of the others it is `balanced`,
+also of the goal "memory".
 """
 
 from collections.abc import Sequence
