@@ -631,7 +631,7 @@ def test_search_takes_the_smallest_choice_within_a_limit(monkeypatch: pytest.Mon
 
 def test_choices_are_what_the_text_allows() -> None:
     """Unimportant tokens lose more, keys at least what values do, deeper layers keep more whole."""
-    for x in ratios.choices():
+    for x in ratios.candidate_ratios():
         assert (
             x.low_rank_keys > x.keys >= x.values and x.low_rank_keys >= x.low_rank_values > x.values
         )

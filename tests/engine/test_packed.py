@@ -249,7 +249,7 @@ def alone(
     while len(tokens) - start < params.max_new_tokens:
         seen = [x if i in kept or i >= len(read) else None for i, x in enumerate(tokens)]
         place = [params.seed or 0], [len(tokens)]
-        choice = sample(logits_after(seen)[None], [params], *place).choices([params])[0]
+        choice = sample(logits_after(seen)[None], [params], *place).on_host([params])[0]
         tokens.append(choice.token)
         if tokens[-1] == EOS and not params.ignore_eos:
             break

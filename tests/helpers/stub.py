@@ -392,7 +392,7 @@ def alone(prompt: tuple[int, ...], params: SamplingParams) -> tuple[int, ...]:
     while len(tokens) - len(prompt) < params.max_new_tokens:
         logits = logits_after(tokens)[None]
         place = [params.seed or 0], [len(tokens)]
-        tokens.append(sample(logits, [params], *place).choices([params])[0].token)
+        tokens.append(sample(logits, [params], *place).on_host([params])[0].token)
         if tokens[-1] == EOS and not params.ignore_eos:
             break
     return tuple(tokens[len(prompt) :])
