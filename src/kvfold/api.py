@@ -112,8 +112,9 @@ def compress(
     - prefer: `speed` plans entries that a Hopper GPU reads in one pass (swift and lean); `size`
       plans the least loss at a size, in all levels; `balanced` is between (see
       `planning.preference`). None: balanced, or without a recipe speed where a GPU can use it.
-    - layouts: most layouts (widths and bits of keys and values) that the model's layers have; each
-      takes kernels of its own. None: 4 with `prefer="speed"`, else as many as the plan likes.
+    - layouts: most bit-width layouts (how many numbers of a key or value have 8, 4, 2 bits) that
+      the model's layers have; each takes kernels of its own. None: 4 with `prefer="speed"`, else as
+      many as the plan likes.
     - align: ranks are multiples of it where no bits are planned (default 16, or 8 for head_dim <=
       64).
 

@@ -201,15 +201,15 @@ class SizeFlags:
     )
     prefer: Prefer | None = setting(
         None,
-        "What --factor plans for. speed: layouts that a Hopper GPU reads in one pass (recipes swift"
+        "What --factor plans for. speed: entries that a Hopper GPU reads in one pass (recipes swift"
         " and lean). size: the least loss, with all levels, though some have no kernels. balanced:"
         " in between. By default speed where no --recipe is named and a Hopper GPU can read such"
-        " layouts, else balanced.",
+        " entries, else balanced.",
     )
     layouts: int | None = setting(
         None,
-        "Most layouts (widths and bits of keys and values) among the layers; each needs its own"
-        " kernels. By default 4 with prefer=speed, else no limit.",
+        "Most bit-width layouts (how many numbers have 8, 4, 2 bits) among the layers; each needs"
+        " its own kernels. By default 4 with prefer=speed, else no limit.",
     )
     align: int | None = setting(
         None,

@@ -274,7 +274,7 @@ def layout_of(
     itemsize: int,
     device: str = "cpu",
 ) -> CacheLayout:
-    """The cache layout with which an engine stores a model.
+    """The page layouts with which an engine stores a model.
 
     config: the model's transformers config. compressed: its spec if it is compressed. itemsize:
         bytes of an unquantised number. Pages have the configured size, else the policy's published
