@@ -1,7 +1,7 @@
 """Decode attention on CPUs in PyTorch, directly on the pool's pages.
 
-Shapes: B sequences, Hq query heads, Hk KV heads, G = Hq / Hk; n pages, P token entries a page; W
-input width of W_O.
+Shapes: B sequences of one attention call (a part of the step), Hq query heads, Hk KV heads,
+G = Hq / Hk; n pages, P token entries a page; W input width of W_O.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,6 +1,7 @@
 """Attention of one step over the page pool: the object that a model gets in place of its cache.
 
-A step concatenates the N tokens of all its sequences, decoding ones first.
+A step concatenates the N tokens of all its sequences, decoding ones first. A *part* of it is the
+set of tokens of one attention call (`AttentionMetadata`).
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvfold.attention.base import AttentionContext, LayerAttention
 from kvfold.attention.metadata import AttentionMetadata
-from kvfold.attention.observer import StepPart
+from kvfold.attention.observer import SequenceChunk
 from kvfold.attention.paged import PagedAttention, PagedContext
 from kvfold.attention.selector import PLAIN
 from kvfold.cache.eviction.policy import Policy
@@ -198,8 +198,10 @@ class ModelRunner:
             yield
             return
         starts = ((x.request, x.start) for x in batch.chunks)
-        parts = [StepPart(x.open_slot, x, start, self.eviction.evicts(x)) for x, start in starts]
-        with observer.step(parts, len(decodes(batch))):
+        chunks = [
+            SequenceChunk(x.open_slot, x, start, self.eviction.evicts(x)) for x, start in starts
+        ]
+        with observer.step(chunks, len(decodes(batch))):
             yield
 
     def _forward(self, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
