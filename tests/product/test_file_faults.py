@@ -95,7 +95,7 @@ def packed_context(folder: Path) -> Format:
         found = PackedContext.load(folder / "book.kvf")
         llm.check_context(found)
         pages = [x.numpy().tobytes() for x in found.pages]
-        return found.token_ids, found.rows.tolist(), pages, found.origin, found.summary
+        return found.token_ids, found.lengths.tolist(), pages, found.origin, found.summary
 
     return safetensors(folder / "book.kvf", read)
 
