@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from kvfold.bench.attention import AttentionResult, Choices, SkippedCase
+from kvfold.bench.attention import AttentionResult, Registry, SkippedCase
 from kvfold.cli import bench_common as shared
 from kvfold.cli.bench_attention import Benchmark
 from lab.baselines import BASELINES
@@ -14,7 +14,7 @@ from lab.ceiling import Ceiling, measure_ceiling
 from lab.variants import VARIANTS, is_ablation
 from lab.workload import build_workload
 
-CHOICES = Choices(variants=VARIANTS, baselines=BASELINES, build=build_workload)
+REGISTRY = Registry(variants=VARIANTS, baselines=BASELINES, build=build_workload)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +29,11 @@ class LabBenchmark(Benchmark):
 
     ceiling: Ceiling
 
-    def choices(self) -> Choices:
-        return CHOICES
+    def registry(self) -> Registry:
+        return REGISTRY
 
-    def default(self, choices: Choices) -> Sequence[str]:
-        return [x for x in super().default(choices) if not is_ablation(choices.variants[x])]
+    def default(self, registry: Registry) -> Sequence[str]:
+        return [x for x in super().default(registry) if not is_ablation(registry.variants[x])]
 
     def begin(self, device: Any, rounds: int) -> dict[str, Any]:
         entries = super().begin(device, rounds)

@@ -111,8 +111,9 @@ def compress(
     - prefer: `speed` plans entries that a Hopper GPU reads in one pass (swift and lean); `size`
       plans the least loss at a size, in all levels; `balanced` is between (see
       `planning.preference`). None: balanced, or without a recipe speed where a GPU can use it.
-    - layouts: most layouts (widths and bits of keys and values) that the model's layers have; each
-      takes kernels of its own. None: 4 with `prefer="speed"`, else as many as the plan likes.
+    - layouts: most bit-width layouts (how many numbers of a key or value have 8, 4, 2 bits) that
+      the model's layers have; each takes kernels of its own. None: 4 with `prefer="speed"`, else as
+      many as the plan likes.
     - align: ranks are multiples of it where no bits are planned (default 16, or 8 for head_dim <=
       64).
 
@@ -175,10 +176,10 @@ def compress(
         check_loaded(model, device, dtype)
     with output_files(output, say) as files:
         source = _Source.of(model, tokenizer, dtype)
-        choice = _choose(recipe, source.config, settings)
+        chosen = _choose(recipe, source.config, settings)
         source = source.loaded(device, dtype, say)
         run = _fold if fold else _map
-        return run(source, choice, settings, files)
+        return run(source, chosen, settings, files)
 
 
 def compress_fastest(
@@ -357,7 +358,7 @@ class _Source:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Choice:
+class _ChosenRecipe:
     """The recipe, the size, and why this recipe, where none was named. With maps beside the weights
     these are the arguments of `compress`: `make_maps` decides, once it knows the layers."""
 
@@ -389,27 +390,29 @@ def output_files(
         yield OutputFiles(folder=folder, saved=saved)
 
 
-def _choose(recipe: str | Recipe | None, config: Any, settings: _Settings) -> _Choice:
+def _choose(recipe: str | Recipe | None, config: Any, settings: _Settings) -> _ChosenRecipe:
     """The recipe and size for a model of this config. Raises ValueError where they do not fit the
     model, before it is loaded."""
     target, max_tokens = settings.target, settings.text["max_tokens"]
     if not settings.fold:
         check_mappable(config, recipe, max_tokens, target, settings.align)
-        return _Choice(recipe=recipe, target=target)
+        return _ChosenRecipe(recipe=recipe, target=target)
     chosen_recipe, target, reason = choose_recipe(recipe, config, target)
     check_config(config, chosen_recipe, max_tokens, target, settings.align)
     if settings.learn_scores:
         scores.check_learnable(config, target)
-    return _Choice(recipe=chosen_recipe, target=target, reason=reason)
+    return _ChosenRecipe(recipe=chosen_recipe, target=target, reason=reason)
 
 
-def _map(source: _Source, choice: _Choice, settings: _Settings, files: OutputFiles) -> Sidecar:
+def _map(
+    source: _Source, chosen: _ChosenRecipe, settings: _Settings, files: OutputFiles
+) -> Sidecar:
     """Calibrate, plan, and save maps beside the weights."""
     compressor, sidecar = make_maps(
         source.model,
         source.tokenizer,
-        choice.recipe,
-        choice.target,
+        chosen.recipe,
+        chosen.target,
         source=source.words,
         search=search_keep,
         windows=settings.windows,
@@ -427,15 +430,15 @@ def _map(source: _Source, choice: _Choice, settings: _Settings, files: OutputFil
     return sidecar
 
 
-def _fold(source: _Source, choice: _Choice, settings: _Settings, files: OutputFiles) -> Any:
+def _fold(source: _Source, chosen: _ChosenRecipe, settings: _Settings, files: OutputFiles) -> Any:
     """Calibrate, plan, fold the model in place, and save it."""
-    model, tokenizer, recipe = source.model, source.tokenizer, choice.recipe
+    model, tokenizer, recipe = source.model, source.tokenizer, chosen.recipe
     assert isinstance(recipe, Recipe)
     check_weights(model, family_of(source.config))
     compressor = Compressor(model, recipe, tokenizer, saved=files.saved, **settings.text)
     settings.announce(compressor, source.stored)
     answer = settings.reference_answer(source)
-    predicted = _fold_to_size(compressor, choice, settings, source.words)
+    predicted = _fold_to_size(compressor, chosen, settings, source.words)
     finish(
         compressor,
         predicted,
@@ -450,18 +453,18 @@ def _fold(source: _Source, choice: _Choice, settings: _Settings, files: OutputFi
 
 
 def _fold_to_size(
-    compressor: Compressor, choice: _Choice, settings: _Settings, source: str
+    compressor: Compressor, chosen: _ChosenRecipe, settings: _Settings, source: str
 ) -> float | None:
     """Fold a compressor's model in place to a size. Returns the predicted increase in cross-entropy
     (nats/token), None where nothing predicts it."""
-    limit = choice.target.hybrid if isinstance(choice.target.hybrid, str) else choice.target.budget
+    limit = chosen.target.hybrid if isinstance(chosen.target.hybrid, str) else chosen.target.budget
     prepared = compressor.prepare(settings.statistics, settings.progress)
-    target, ratio = _searched(prepared, choice.target, settings)
+    target, ratio = _searched(prepared, chosen.target, settings)
     spec = prepared.plan_target(target, settings.align)
     size = asdict(target) | {"align": settings.align, "budget": limit}
     provenance = {"model": source, **size, "ratio": ratio}
-    if choice.reason is not None:
-        provenance["chosen"] = choice.reason
+    if chosen.reason is not None:
+        provenance["chosen"] = chosen.reason
     prepared.fold(spec, provenance, recover=settings.recover, progress=settings.progress)
     if spec.hybrid is not None:
         spec = find_leaders(compressor.model, compressor.windows())

@@ -53,7 +53,10 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "fast": fast,
     **PUBLISHED,
 }
-# The recipe for what matters most. None: the default, which is planned for speed where it can be.
+# The recipe for what matters most. None: the default, which is swift planned with prefer="speed"
+# where a GPU reads such a cache in one pass (`compression.planning.default`). A named recipe is
+# planned with prefer="balanced" unless `prefer` says otherwise: `lean` and `small` of these goals
+# are, and so is swift by `--recipe swift`, which therefore differs from the goal "speed".
 GOALS: dict[Goal, str | None] = {"speed": None, "balanced": "lean", "memory": "small"}
 # All names for people, those of papers apart.
 NAMES = (

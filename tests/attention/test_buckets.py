@@ -74,10 +74,10 @@ def run(model, **settings) -> tuple[Tensor, list[Tensor]]:
 @pytest.mark.parametrize(
     ("name", "settings", "reader"),
     [
-        ("palu-g", {}, (fallback, "gather_rows")),
-        ("gemma2", {"evict": "kv-compress", "keep_tokens": 0.9}, (fallback, "gather_rows")),
-        ("gemma2-sliding", {}, (fallback, "gather_rows")),
-        ("opt", {"bits": 2, "format": "kivi", "residual": 16}, (fallback, "gather_rows")),
+        ("palu-g", {}, (fallback, "gather_entries")),
+        ("gemma2", {"evict": "kv-compress", "keep_tokens": 0.9}, (fallback, "gather_entries")),
+        ("gemma2-sliding", {}, (fallback, "gather_entries")),
+        ("opt", {"bits": 2, "format": "kivi", "residual": 16}, (fallback, "gather_entries")),
         ("llama-mha", {}, (cpu_paged, "locate")),
     ],
 )

@@ -112,7 +112,7 @@ def test_stats() -> None:
     assert asdict(small) == {"page_bytes": 64, "used_pages": 2, "free_pages": 1, "slabs": 1}
     assert asdict(large) == {"page_bytes": 192, "used_pages": 2, "free_pages": 0, "slabs": 2}
     assert stats.fragmentation == 64 / 1216
-    assert stats.row_occupancy == 10 / 16
+    assert stats.entry_occupancy == 10 / 16
     assert stats.sequence_bytes == {slot: 512}
     assert stats.table_bytes >= 4 * (2 * 2 * 4 + 2 * 2 + 1)
     p.truncate(slot, [1, 1])
@@ -124,7 +124,7 @@ def test_stats() -> None:
     p.free_slot(slot)
     closed = p.stats()
     assert (closed.used_bytes, closed.free_bytes, closed.fragmentation) == (0, 192 * 6, 0.0)
-    assert closed.row_occupancy == 1.0 and closed.sequence_bytes == {}
+    assert closed.entry_occupancy == 1.0 and closed.sequence_bytes == {}
 
 
 def test_all_or_nothing() -> None:
@@ -132,10 +132,10 @@ def test_all_or_nothing() -> None:
     a, b = p.allocate_slot(), p.allocate_slot()
     p.extend([a, b], [3, 70])
     before = snapshot(p)
-    assert not p.can_extend([a, b], [1, 100])
+    assert not p.make_room_to_extend([a, b], [1, 100])
     with pytest.raises(PoolFull, match=r"\d+ free slabs of \d+ B; needed: .* pages of 64 B"):
         p.extend([a, b], [1, 100])
-    assert p.can_extend([a], [1])
+    assert p.make_room_to_extend([a], [1])
     with pytest.raises(PoolFull, match="max_tokens=200"):
         p.extend([a], [198])
     p.check_integrity()
@@ -219,7 +219,7 @@ def test_trading_survives_a_changing_mix() -> None:
         used = []
         for _ in range(300):
             slot, tokens = p.allocate_slot(), int(random.integers(16, 128))
-            while live and not p.can_extend([slot], [tokens]):
+            while live and not p.make_room_to_extend([slot], [tokens]):
                 used.append(p.used_bytes / (1 << 20))
                 p.free_slot(live.pop(random.integers(len(live))))
             p.extend([slot], [tokens])
@@ -236,7 +236,7 @@ def test_exhaustion_and_recovery() -> None:
         slots = []
         while True:
             slot = p.allocate_slot()
-            if not p.can_extend([slot], [7]):
+            if not p.make_room_to_extend([slot], [7]):
                 break
             p.extend([slot], [7])
             slots.append(slot)
@@ -263,7 +263,7 @@ def test_a_step_never_waits_for_the_device(device: str) -> None:
         with Watch():
             p.extend([a, b], [9, 2])
             p.truncate(a, [9, 4, 0, 1, 5, 9])
-            assert p.can_extend([a, b], [1, 3])
+            assert p.make_room_to_extend([a, b], [1, 3])
             p.extend([a, b], [1, 3])
             p.free_slot(b)
     finally:
@@ -295,7 +295,7 @@ def test_capacity(widths: list[int], num_bytes: int, page: int) -> None:
     assert capacity >= min(page, 300)
     assert p.fits(capacity) and not p.fits(capacity + 1)
     slot = p.allocate_slot()
-    assert not p.can_extend([slot], [capacity + 1])
+    assert not p.make_room_to_extend([slot], [capacity + 1])
     p.extend([slot], [capacity])
     p.check_integrity()
 
@@ -306,7 +306,7 @@ def test_demand_is_what_extending_takes() -> None:
     p.extend([a], [6])
     slots, more = [a, b], [7, 9]
     pages = p.pages_needed(p.host_lengths[slots], more)
-    assert p.has_free_pages(pages) and not p.has_free_pages(pages + 10_000)
+    assert p.make_room(pages) and not p.make_room(pages + 10_000)
     before = [x.used_pages for x in p.stats().classes]
     p.extend(slots, more)
     after = [x.used_pages for x in p.stats().classes]
@@ -401,7 +401,7 @@ class PoolMachine(RuleBasedStateMachine):
         slots = data.draw(st.lists(st.sampled_from(sorted(self.model)), min_size=1, unique=True))
         tokens = data.draw(st.lists(st.integers(0, 40), min_size=len(slots), max_size=len(slots)))
         before = snapshot(self.pool)
-        possible = self.pool.can_extend(slots, tokens)
+        possible = self.pool.make_room_to_extend(slots, tokens)
         assert snapshot(self.pool) == before
         if not possible:
             with pytest.raises(PoolFull):
@@ -446,7 +446,7 @@ class PoolMachine(RuleBasedStateMachine):
         """An empty pool takes what it says it takes, whatever happened before."""
         slot = self.pool.allocate_slot()
         self.pool.extend([slot], [self.pool.capacity()])
-        assert not self.pool.can_extend([slot], [1])
+        assert not self.pool.make_room_to_extend([slot], [1])
         self.pool.free_slot(slot)
 
     @invariant()

@@ -81,7 +81,7 @@ class Crowd:
         chain = self.match(ids)
         rows = len(chain) * PAGE
         cost = self.pool.cost(chain, len(ids) - rows, copy=self.copy)
-        if not self.pool.has_free_pages(cost, chain):
+        if not self.pool.make_room(cost, chain):
             self.pool.free_slot(slot)
             self.seen["full"] += 1
             return
@@ -94,7 +94,7 @@ class Crowd:
 
     def extend(self, slot: int, ids: list[int]) -> None:
         lengths = self.pool.host_lengths[slot].copy()
-        if not self.pool.can_extend([slot], [len(ids)]):
+        if not self.pool.make_room_to_extend([slot], [len(ids)]):
             with pytest.raises(PoolFull):
                 self.pool.extend([slot], [len(ids)])
             return
@@ -124,7 +124,7 @@ class Crowd:
             self.shared[slot] = number + 1
 
     def own(self, slot: int) -> None:
-        if self.pool.can_make_private(slot):
+        if self.pool.make_room_to_copy(slot):
             self.seen["own"] += self.pool.num_blocks(slot) > 0
             self.pool.make_private(slot)
             self.whole.discard(slot)
@@ -242,9 +242,9 @@ def test_what_is_to_be_read_is_spared() -> None:
     p.free_slot(slot)
     most = p.capacity()
     whole = p.cost([], most)
-    assert not p.has_free_pages(whole, chain) and p.evictable_bytes
-    assert p.has_free_pages(p.cost(chain, most - 8 - 2 * PAGE), chain) and p.evictable_bytes
-    assert p.has_free_pages(whole) and not p.evictable_bytes
+    assert not p.make_room(whole, chain) and p.evictable_bytes
+    assert p.make_room(p.cost(chain, most - 8 - 2 * PAGE), chain) and p.evictable_bytes
+    assert p.make_room(whole) and not p.evictable_bytes
 
 
 def test_nothing_is_dropped_where_that_does_not_help() -> None:
@@ -253,7 +253,7 @@ def test_nothing_is_dropped_where_that_does_not_help() -> None:
     p.share(slot, 2)
     p.free_slot(slot)
     kept = p.evictable_bytes
-    assert not p.has_free_pages(2 * p.cost([], p.capacity())) and p.evictable_bytes == kept
+    assert not p.make_room(2 * p.cost([], p.capacity())) and p.evictable_bytes == kept
 
 
 def test_a_reader_copies_before_it_changes_pages() -> None:
@@ -285,13 +285,13 @@ def test_all_or_nothing() -> None:
     with pytest.raises(PoolFull, match="no room to copy"):
         p.start_from(other, chain, copy=True)
     p.start_from(other, chain)
-    assert not p.can_make_private(other)
+    assert not p.make_room_to_copy(other)
     with pytest.raises(PoolFull):
         p.make_private(other)
     assert p.used_bytes == before[1] and torch.equal(p.block_tables[slot], before[0][slot])
     p.check_integrity()
     p.free_slot(filler)
-    assert p.can_make_private(other)
+    assert p.make_room_to_copy(other)
 
 
 def test_as_many_are_copied_as_there_is_room_for() -> None:
@@ -347,7 +347,7 @@ def test_blocks_follow_one_another() -> None:
     p.extend([a], [9])
     chain = [*p._chains[a], *p.share(a, 2)]
     assert [int(x.first[0]) for x in chain] == [0, 1, 2]
-    assert all(int(b.first[0]) * PAGE == int(a.rows[0]) for a, b in pairwise(chain))
+    assert all(int(b.first[0]) * PAGE == int(a.lengths[0]) for a, b in pairwise(chain))
     assert isinstance(chain[0].pages, np.ndarray)
 
 

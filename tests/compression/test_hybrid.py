@@ -439,7 +439,7 @@ def test_work_space_has_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demotion, "gather", seen)
     for numbers, rows in ((2**24, 10**7), (600, 10**7), (600, 1)):
         monkeypatch.setattr(demotion, "NUMBERS", numbers)
-        monkeypatch.setattr(eviction, "ROWS", rows)
+        monkeypatch.setattr(eviction, "MAX_ENTRIES", rows)
         config = CacheConfig(kv_bytes=2**21, page=PAGE)
         runner = build_runner(model, config, num_slots=3, max_tokens=128)
         lengths = 60, 47, 90
@@ -631,7 +631,7 @@ def test_search_takes_the_smallest_choice_within_a_limit(monkeypatch: pytest.Mon
 
 def test_choices_are_what_the_text_allows() -> None:
     """Unimportant tokens lose more, keys at least what values do, deeper layers keep more whole."""
-    for x in ratios.choices():
+    for x in ratios.candidate_ratios():
         assert (
             x.low_rank_keys > x.keys >= x.values and x.low_rank_keys >= x.low_rank_values > x.values
         )

@@ -47,9 +47,9 @@ def test_the_next_step_is_launched_before_the_last_one_is_read(
 ) -> None:
     seen: list[str] = []
     bench = Bench(ahead=True)
-    run, choices = bench.runner.run, Sampled.choices
+    run, on_host = bench.runner.run, Sampled.on_host
     monkeypatch.setattr(bench.runner, "run", lambda *x: seen.append("launch") or run(*x))
-    monkeypatch.setattr(Sampled, "choices", lambda *x: seen.append("read") or choices(*x))
+    monkeypatch.setattr(Sampled, "on_host", lambda *x: seen.append("read") or on_host(*x))
     bench.add([1] * 5, **NINE | {"max_new_tokens": 4})
     bench.drain()
     assert seen == ["launch", "launch", "read", "launch", "read", "launch", "read", "read"]

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from kvfold import LLM
 from kvfold.attention import cpu_paged, fallback, observer
-from kvfold.attention.observer import WINDOW, Observer, StepPart
+from kvfold.attention.observer import WINDOW, Observer, SequenceChunk
 from kvfold.config import Recipe
 from kvfold.engine.requests.request import CacheParams, Request, SamplingParams
 from kvfold.engine.runner.runner import ModelRunner
@@ -110,7 +110,9 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> tuple[Observer, list[dict[int, list
 
 def decode(on: Observer, *sequences: Request) -> None:
     """A step whose queries are their own positions."""
-    with on.step([StepPart(x.open_slot, x, x.num_computed) for x in sequences], len(sequences)):
+    with on.step(
+        [SequenceChunk(x.open_slot, x, x.num_computed) for x in sequences], len(sequences)
+    ):
         device = on.queries[0].device
         slots = torch.tensor([x.open_slot for x in sequences], device=device)
         positions = torch.tensor([x.num_computed for x in sequences], device=device)
@@ -149,7 +151,7 @@ def test_what_belongs_to_others_is_dropped(kept) -> None:
     on.view.pool.free_slot(ended.open_slot)
     restarted.num_computed = 0
     with on.step(
-        [StepPart(x.open_slot, x, x.num_computed) for x in (sequence(1, 10), restarted)], 0
+        [SequenceChunk(x.open_slot, x, x.num_computed) for x in (sequence(1, 10), restarted)], 0
     ):
         pass
     on.flush()
@@ -175,7 +177,7 @@ def test_what_fails_on_the_way_is_neither_added_later_nor_twice(
     on, calls = kept
     one, other = sequence(0, 20), sequence(2, 30)
     decode(on, one, other)
-    turns = [StepPart(x.open_slot, x, x.num_computed) for x in (one, other)]
+    turns = [SequenceChunk(x.open_slot, x, x.num_computed) for x in (one, other)]
     with pytest.raises(MemoryError), on.step(turns, 2):
         raise MemoryError
     decode(on, one, other)  # the same step once more
@@ -191,7 +193,7 @@ def test_what_fails_on_the_way_is_neither_added_later_nor_twice(
 def test_queries_of_who_evicts_nothing_are_not_kept(kept) -> None:
     on, calls = kept
     one, other = sequence(0, 13), sequence(2, 30)
-    turns = [StepPart(0, one, 13, counts=False), StepPart(2, other, 30)]
+    turns = [SequenceChunk(0, one, 13, counts=False), SequenceChunk(2, other, 30)]
     with on.step(turns, 2):
         for layer in on.queries:
             at = torch.tensor([30.0], device=on.queries[layer].device)

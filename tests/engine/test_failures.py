@@ -59,7 +59,7 @@ CALLS: dict[str, Callable[[Pool], object]] = {
     "extend, free pages and slabs": lambda p: p.extend([0, 1, 2], [3, 9, 3]),
     "extend, no page": lambda p: p.extend([0], [1]),
     "extend, slabs to take back": lambda p: p.extend([1, 2], [44, 1]),
-    "can_extend": lambda p: p.can_extend([1, 2], [44, 1]),
+    "make_room_to_extend": lambda p: p.make_room_to_extend([1, 2], [44, 1]),
     "shrink one": lambda p: p.truncate(2, [40, 1, 0, 4, 20, 7]),
     "shrink two": lambda p: p.truncate([2, 0], torch.zeros(2, 6, dtype=torch.int32)),
     "close": lambda p: p.free_slot(2),
@@ -119,7 +119,7 @@ def test_sequences_are_evicted_from_or_stay_whole(
     layers = len(runner.eviction.spans) if name == "compaction" else 1
     for done in range(layers * len(lengths)):
         with monkeypatch.context() as patch:
-            patch.setattr(eviction, "ROWS", 1)
+            patch.setattr(eviction, "MAX_ENTRIES", 1)
             failing(patch, eviction, name, done)
             runner, sessions = filled("kv-compress", lengths)
             with pytest.raises(Boom):

@@ -467,7 +467,7 @@ def test_summary_adds_up() -> None:
     full = 2 * geometry.full_numbers
     number = {name: float(re.search(r"[\d.]+", value).group()) for name, value in rows.items()}
     assert number["a token, uncompressed"] == full
-    assert number["pool"] == 1.0 and "8-row pages" in rows["pool"]
+    assert number["pool"] == 1.0 and "8-entry pages" in rows["pool"]
     assert number["dimensions kept"] == layout.spec.bytes_per_token()
     assert number["bits"] == pytest.approx(layout.bits_per_token / 8, abs=0.5)
     assert number["bits"] <= full / 6 < number["dimensions kept"]

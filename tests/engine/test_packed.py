@@ -64,7 +64,7 @@ def test_logits_are_those_of_the_context_compressed_in_place(case: str, tmp_path
     llm = llm_of(**CASES[case])
     factor = 1 / (KEEP * llm.runner.pool.layout.kept_fraction)
     context = llm.pack(BOOK, factor=factor, measure=False)
-    assert context.rows.mean() <= 24 and (context.rows < 120).all()
+    assert context.lengths.mean() <= 24 and (context.lengths < 120).all()
     context.save(tmp_path / "book.kvf")
     again, loaded = llm_of(**CASES[case]), PackedContext.load(tmp_path / "book.kvf")
     others = [tokens(1, 40, seed=i)[0].tolist() for i in range(2)]
@@ -92,8 +92,8 @@ def test_pages_are_read_only_and_counted_once() -> None:
         llm.engine.submit(request)
     llm.engine.step()
     one = pool.cost([], 9) + pool.cost([], 4) + pool.cost([], 23)
-    partial = (context.rows % 8 > 0).sum()
-    most = int(one.sum()) + 3 * (partial + len(context.rows))
+    partial = (context.lengths % 8 > 0).sum()
+    most = int(one.sum()) + 3 * (partial + len(context.lengths))
     units = pool.layout.groups[0].layout.page_bytes
     assert pool.used_bytes - context.num_bytes <= most * units
     while llm.engine.has_work:
@@ -102,7 +102,7 @@ def test_pages_are_read_only_and_counted_once() -> None:
     slot = pool.allocate_slot()
     pool.start_from(slot, [x])
     rows, pages = pool.dump(slot)
-    assert (rows == context.rows).all() and all(map(torch.equal, pages, before))
+    assert (rows == context.lengths).all() and all(map(torch.equal, pages, before))
 
 
 def test_a_budget_copies_the_context_before_it_evicts(monkeypatch) -> None:
@@ -140,7 +140,7 @@ def test_without_eviction_a_context_is_whole() -> None:
     with pytest.raises(SettingError, match="factor=3 asks to evict tokens: set evict"):
         llm.pack(BOOK, factor=3)
     context = llm.pack(BOOK, factor=1)
-    assert (context.rows == 120).all()
+    assert (context.lengths == 120).all()
     found = llm.generate(QUESTIONS, ASKED, context=context)
     own = CacheParams(prefix_caching=False)
     plain = llm.generate([[*BOOK, *ids] for ids in QUESTIONS], ASKED, cache=own)
@@ -218,7 +218,7 @@ class Books:
         if len(pool.open_slots) == pool.num_slots:
             return
         slot = pool.allocate_slot()
-        if pool.can_extend([slot], [len(ids)]):
+        if pool.make_room_to_extend([slot], [len(ids)]):
             pool.extend([slot], [len(ids)])
             kept = sorted(self.rng.sample(range(len(ids)), self.rng.randrange(1, len(ids))))
             rows = [kept, range(len(ids))]
@@ -227,7 +227,9 @@ class Books:
                     stub._cell(slot, group, row)[:] = ids[position] + 1, position
             pool.truncate(slot, [len(kept), len(ids)])
             lengths, pages = pool.dump(slot)
-            made = PackedContext(token_ids=tuple(ids), rows=lengths, pages=tuple(pages), origin={})
+            made = PackedContext(
+                token_ids=tuple(ids), lengths=lengths, pages=tuple(pages), origin={}
+            )
             self.kept[made] = set(kept)
         pool.free_slot(slot)
 
@@ -247,7 +249,7 @@ def alone(
     while len(tokens) - start < params.max_new_tokens:
         seen = [x if i in kept or i >= len(read) else None for i, x in enumerate(tokens)]
         place = [params.seed or 0], [len(tokens)]
-        choice = sample(logits_after(seen)[None], [params], *place).choices([params])[0]
+        choice = sample(logits_after(seen)[None], [params], *place).on_host([params])[0]
         tokens.append(choice.token)
         if tokens[-1] == EOS and not params.ignore_eos:
             break
@@ -277,7 +279,7 @@ def test_many_random_events(events: int, pool: str) -> None:
         bench.engine.submit(request)
         counts["with context" if context else "without"] += 1
         if cache.max_cache_tokens is None:
-            none = PackedContext(token_ids=(), rows=np.zeros(2), pages=(), origin={})
+            none = PackedContext(token_ids=(), lengths=np.zeros(2), pages=(), origin={})
             books.kept.setdefault(none, set()) if context is None else None
             wanted[request.id] = books.wanted(context or none, prompt, params)
             books.kept.pop(none, None)

@@ -68,7 +68,7 @@ def test_how_many_go_at_once_does_not_matter(evict: str, monkeypatch: pytest.Mon
     """One by one, two by two, all: twice, so that most are out of order the second time."""
     lengths, found = [44, 50, 71, 62, 48], []
     for most in (1, 2 * 62 * 4, 1 << 23):
-        monkeypatch.setattr(eviction, "ROWS", most)
+        monkeypatch.setattr(eviction, "MAX_ENTRIES", most)
         runner, sessions = filled(evict, lengths)
         for first in (1, 0):
             runner.compress([session.sequence for session in sessions[first:]])

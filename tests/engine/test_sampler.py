@@ -139,9 +139,9 @@ row_params = st.builds(
 def test_a_row_does_not_depend_on_the_others(rows: list[SamplingParams], seed: int) -> None:
     logits = torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(seed))
     places = [p.seed for p in rows], range(len(rows))
-    together = sample(logits, rows, *places).choices(rows)
+    together = sample(logits, rows, *places).on_host(rows)
     for i, p in enumerate(rows):
-        assert sample(logits[i : i + 1], [p], [p.seed], [i]).choices([p]) == [together[i]]
+        assert sample(logits[i : i + 1], [p], [p.seed], [i]).on_host([p]) == [together[i]]
 
 
 def test_other_rounding_rarely_changes_a_token() -> None:
@@ -181,7 +181,7 @@ def test_logprobs_come_from_the_unmodified_distribution() -> None:
         SamplingParams(),
         SamplingParams(logprobs=0),
     ]
-    first, second, third = sample(logits, rows, [0] * 3, [5] * 3).choices(rows)
+    first, second, third = sample(logits, rows, [0] * 3, [5] * 3).on_host(rows)
     logs = logits.log_softmax(-1)
     assert second.logprobs is None
     assert third.logprobs.top == ()
@@ -202,8 +202,8 @@ def test_a_bad_row_is_flagged_alone(value: float, temperature: float) -> None:
     ]
     sampled = sample(logits, rows, range(3), range(3))
     assert sampled.bad.tolist() == [False, True, False]
-    clean = sample(LOGITS.repeat(3, 1), rows, range(3), range(3)).choices(rows)
-    found = sampled.choices(rows)
+    clean = sample(LOGITS.repeat(3, 1), rows, range(3), range(3)).on_host(rows)
+    found = sampled.on_host(rows)
     assert found[1].token is None
     assert (found[0], found[2]) == (clean[0], clean[2])
 
@@ -246,7 +246,7 @@ def test_sampling_never_waits_for_the_device() -> None:
         found.append(sample(logits, params, range(6), range(6)))
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    first, again = (x.choices(params) for x in found)
+    first, again = (x.on_host(params) for x in found)
     assert first == again
 
 
@@ -318,7 +318,7 @@ def test_edits_of_a_row_leave_the_others_and_logprobs_alone() -> None:
     rows = [SamplingParams(logprobs=1), SamplingParams(logprobs=1, logit_bias={4: 100})]
     requests = [Request(id=0, token_ids=[1], num_prompt=1, sampling=x) for x in rows]
     logits = LOGITS.repeat(2, 1)
-    found = sample(logits, rows, [0, 0], [1, 1], logit_edits(requests, [])).choices(rows)
+    found = sample(logits, rows, [0, 0], [1, 1], logit_edits(requests, [])).on_host(rows)
     assert [x.token for x in found] == [int(LOGITS.argmax()), 4]
     assert torch.equal(logits, LOGITS.repeat(2, 1))
     assert found[1].logprobs.chosen == pytest.approx(float(LOGITS.log_softmax(-1)[4]))
@@ -338,7 +338,7 @@ def test_logits_of_16_bits_are_what_they_are_in_fp32(asked: dict) -> None:
     requests = [Request(id=0, token_ids=[1], num_prompt=1, sampling=x) for x in rows]
     place = [3] * 50, range(50)
     found, wanted = (
-        sample(x, rows, *place, logit_edits(requests, [])).choices(rows)
+        sample(x, rows, *place, logit_edits(requests, [])).on_host(rows)
         for x in (logits, logits.float())
     )
     assert found == wanted

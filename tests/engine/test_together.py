@@ -103,5 +103,5 @@ def test_who_goes_together() -> None:
 
     assert joins(False, 40, 40, 20) and not joins(False, 40, 40, 19)
     assert joins(True, 8, 8) and not joins(True, 8, 7)
-    assert joins(False, 9, 9, stop=metadata.ROWS // 2)
-    assert not joins(False, 9, 9, 9, stop=metadata.ROWS // 2)
+    assert joins(False, 9, 9, stop=metadata.MAX_ENTRIES // 2)
+    assert not joins(False, 9, 9, 9, stop=metadata.MAX_ENTRIES // 2)

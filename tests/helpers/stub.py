@@ -65,7 +65,7 @@ class FakePool:
         after = lengths + np.array(tokens, dtype=np.int64)[:, None]
         return ((-(-after // PAGE)).sum() - (-(-lengths // PAGE)).sum())[None]
 
-    def has_free_pages(self, pages: np.ndarray) -> bool:
+    def make_room(self, pages: np.ndarray) -> bool:
         return bool(self.used_bytes + pages.sum() <= self.num_pages)
 
     def allocate_slot(self) -> int:
@@ -87,13 +87,13 @@ class FakePool:
         lengths[list(slots)] += np.array(tokens, dtype=np.int64)[:, None]
         return lengths
 
-    def can_extend(self, slots: Sequence[int], tokens: Sequence[int]) -> bool:
+    def make_room_to_extend(self, slots: Sequence[int], tokens: Sequence[int]) -> bool:
         lengths = self.grown(slots, tokens)
         pages = (-(-lengths // PAGE)).sum()
         return bool(pages <= self.num_pages and lengths.max() <= self.max_tokens)
 
     def extend(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
-        if not self.can_extend(slots, tokens):
+        if not self.make_room_to_extend(slots, tokens):
             raise PoolFull
         self.host_lengths = self.grown(slots, tokens)
 
@@ -392,7 +392,7 @@ def alone(prompt: tuple[int, ...], params: SamplingParams) -> tuple[int, ...]:
     while len(tokens) - len(prompt) < params.max_new_tokens:
         logits = logits_after(tokens)[None]
         place = [params.seed or 0], [len(tokens)]
-        tokens.append(sample(logits, [params], *place).choices([params])[0].token)
+        tokens.append(sample(logits, [params], *place).on_host([params])[0].token)
         if tokens[-1] == EOS and not params.ignore_eos:
             break
     return tuple(tokens[len(prompt) :])

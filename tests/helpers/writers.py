@@ -45,7 +45,7 @@ def of_packed(folder: Path) -> Writer:
     def write(x: int) -> None:
         pages = (torch.full((4, 4096), x, dtype=torch.uint8),)
         rows = np.array([x, 2])
-        PackedContext(token_ids=(x, 4), rows=rows, pages=pages, origin=made).save(out(folder))
+        PackedContext(token_ids=(x, 4), lengths=rows, pages=pages, origin=made).save(out(folder))
 
     return write, lambda: PackedContext.load(out(folder)).token_ids
 

@@ -24,7 +24,7 @@ from kvfold.ops.common.pages import LayerPages
 from kvfold.ops.decode import decode as decode_kernel
 from kvfold.ops.store.reference import read_tracked
 from lab import baselines, workload
-from lab.attention import CHOICES, LabBenchmark
+from lab.attention import REGISTRY, LabBenchmark
 from lab.ceiling import Ceiling, measure_ceiling
 from lab.command import run as run_script
 from lab.reference import attend, decode_one
@@ -59,7 +59,7 @@ def job(**changes):
 
 
 def measure(job, batch=2, tokens=64, kernel=decode):
-    return attention.measure_case(job, batch, tokens, kernel, CPU, CHOICES)
+    return attention.measure_case(job, batch, tokens, kernel, CPU, REGISTRY)
 
 
 def test_ceiling_is_the_fastest_read():
@@ -373,7 +373,7 @@ def test_the_script_writes_shares_of_the_ceiling(kernel, tmp_path, capsys):
 
 
 def test_names_that_are_not_timed_by_default_are_ablations():
-    default = LabBenchmark().default(CHOICES)
+    default = LabBenchmark().default(REGISTRY)
     assert "bf16-half-pareto" in default and "int4-half-evict8" in default
     assert not {"bf16-half-whole", "bf16-half-online", "lean-35", "lean-6x"} & {*default}
 

@@ -191,7 +191,7 @@ def test_pages_and_tails_have_one_owner(seed: int) -> None:
         elif len(live) < 4:
             live.append(pool.allocate_slot())
         counts = chance.integers(0, 12, len(live)).tolist()
-        if pool.can_extend(live, counts):
+        if pool.make_room_to_extend(live, counts):
             pool.extend(live, counts)
         pool.check_integrity()
         rows = pool.host_lengths[:, 0]
@@ -202,7 +202,7 @@ def test_pages_and_tails_have_one_owner(seed: int) -> None:
         pool.free_slot(slot)
     slot = pool.allocate_slot()
     pool.extend([slot], [pool.capacity()])
-    assert pool.capacity() == 100 or not pool.can_extend([slot], [1])
+    assert pool.capacity() == 100 or not pool.make_room_to_extend([slot], [1])
 
 
 def test_only_the_tail_can_be_taken_back() -> None:

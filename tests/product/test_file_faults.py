@@ -95,7 +95,7 @@ def packed_context(folder: Path) -> Format:
         found = PackedContext.load(folder / "book.kvf")
         llm.check_context(found)
         pages = [x.numpy().tobytes() for x in found.pages]
-        return found.token_ids, found.rows.tolist(), pages, found.origin, found.summary
+        return found.token_ids, found.lengths.tolist(), pages, found.origin, found.summary
 
     return safetensors(folder / "book.kvf", read)
 
@@ -481,12 +481,12 @@ def test_pages_that_do_not_fit_are_not_kept(tmp_path) -> None:
     llm = LLM(model_of("llama-gqa", None), evict="kvzip", keep_tokens=1.0, **settings)
     context = llm.pack(tokens(1, 120, seed=5)[0].tolist(), factor=5, measure=False)
     pool, free = llm.runner.pool, llm.runner.pool.free_bytes
-    shared = pool.placeholder(120, context.rows)
+    shared = pool.placeholder(120, context.lengths)
     for content in ((), (context.pages[0][:-1],), (context.pages[0].repeat(2, 1),)):
-        assert not pool.can_load(context.rows, content)
+        assert not pool.can_load(context.lengths, content)
         with pytest.raises((ValueError, IndexError, RuntimeError)):
             pool.load(shared, content)
         assert not pool.has(shared) and pool.free_bytes == free
-    assert pool.can_load(context.rows, context.pages)
+    assert pool.can_load(context.lengths, context.pages)
     pool.load(shared, context.pages)
     assert pool.has(shared)

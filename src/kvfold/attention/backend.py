@@ -17,14 +17,14 @@ from kvfold.attention.metadata import AttentionMetadata, CacheView
 from kvfold.attention.observer import Observer
 from kvfold.layout.pages import Group
 
-RESIDUAL = "a residual keeps rows in two places"
+RESIDUAL = "a residual keeps token entries in two places"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """The kind of queries for which a backend is chosen.
 
-    decode: one query per sequence, which sees all of its rows.
+    decode: one query per sequence, which sees all of its token entries.
     observed: the attention of these queries is added to eviction metrics.
     dtype: of queries.
     needs_weights: the policy needs the attention weights themselves.
@@ -83,9 +83,9 @@ class AttentionBackend(ABC):
     def attend(
         self, layer: LayerAttention, part: AttentionMetadata, q: Tensor, into: Tensor | None = None
     ) -> Tensor:
-        """Attention of q [B, Hq, T, .] to the stored rows of the part, this step's included.
-        Returns the input of W_O [B, T, W]. Also adds observed attention to the metrics, now or
-        later.
+        """Attention of q [B, Hq, T, .] to the stored entries of the part's sequences, this
+        step's included. Returns the input of W_O [B, T, W]. Also adds observed attention to the
+        metrics, now or later.
 
         into [B, T, W]: memory that the result may be written to.
         """
@@ -98,5 +98,5 @@ def why_not_uniform(layer: LayerShape, groups: Sequence[Group]) -> str | None:
     if groups[0].layout.residual:
         return RESIDUAL
     if layer.window is not None:
-        return f"a sliding window of {layer.window} tokens hides rows of a page"
+        return f"a sliding window of {layer.window} tokens hides token entries of a page"
     return None

@@ -13,12 +13,12 @@ from torch import Tensor
 from kvfold.attention.metadata import AttentionMetadata
 from kvfold.ops.common.launch import upload
 
-WORTH = 512  # cost of one more bucket, in rows read
+WORTH = 512  # cost of one more bucket, in token entries read
 
 
 def length_buckets(lengths: Sequence[int]) -> list[list[int]]:
     """Indices of sequences by bucket, longest first, no bucket empty. With padding the buckets have
-    at most twice the rows of the sequences, plus `WORTH`."""
+    at most twice the entries of the sequences, plus `WORTH`."""
     buckets: list[list[int]] = []
     rest = sum(lengths)
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])

@@ -1,7 +1,7 @@
 """Decode attention on CPUs in PyTorch, directly on the pool's pages.
 
-Shapes: B sequences, Hq query heads, Hk KV heads, G = Hq / Hk; n pages, P rows a page; W input width
-of W_O.
+Shapes: B sequences of one attention call (a part of the step), Hq query heads, Hk KV heads,
+G = Hq / Hk; n pages, P token entries a page; W input width of W_O.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,10 +25,10 @@ from kvfold.ops.decode import cpu
 
 class CpuPaged(AttentionBackend):
     """Decode attention on a CPU for heads that share no latents, with keys in the space of scores,
-    scales per row, and full attention.
+    scales per token entry, and full attention.
 
     The pages of all its layers are listed together by the first layer of a step: tables include the
-    step's rows by then, and do not change during it. A step has one decoding part.
+    step's entries by then, and do not change during it. A step has one decoding part.
     """
 
     view: PoolView

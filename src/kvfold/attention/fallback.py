@@ -1,7 +1,8 @@
-"""Attention in plain PyTorch over gathered rows with a mask, for everything that no kernel serves.
+"""Attention in plain PyTorch over gathered token entries with a mask, for everything that no kernel
+serves.
 
 Shapes: B sequences of one attention call (a part of the step), T queries per sequence, S stored
-rows (of the longest group), R numbers of a row, Hk KV heads, W input width of W_O.
+token entries (of the longest group), R numbers of an entry, Hk KV heads, W input width of W_O.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from kvfold.attention.backend import AttentionBackend, Task
 from kvfold.attention.base import LayerAttention, LayerShape
 from kvfold.attention.buckets import attend_in_buckets
 from kvfold.attention.metadata import AttentionMetadata
-from kvfold.attention.rows import gather_rows, group_of_head, rope_of
+from kvfold.attention.rows import gather_entries, group_of_head, rope_of
 from kvfold.cache.eviction.scorers.attention import attention_scores
 from kvfold.layout.pages import Group
 from kvfold.ops.store import add_metrics
@@ -38,7 +39,7 @@ class Fallback(AttentionBackend):
     def _attend(self, layer: LayerAttention, part: AttentionMetadata, q: Tensor) -> Tensor:
         """Attention with all sequences padded to the longest."""
         pages = self.view.pages[layer.index]
-        stored = gather_rows(self.view, layer, part.slots, part.size(layer.index))
+        stored = gather_entries(self.view, layer, part.slots, part.size(layer.index))
         rope = rope_of(layer, stored, pages.groups, part.stop)
         member = group_of_head(pages.groups, q.device)
         positions = stored.positions[:, member]  # [B, 1 or Hk, S]

@@ -1,8 +1,8 @@
-"""Attention over entries of two ranks (ZDC §5.2): full-rank rows of important tokens, and low-rank
-rows (`low_rank`) of unimportant ones, which keep the first numbers of each latent.
+"""Attention over entries of two ranks (ZDC §5.2): full-rank entries of important tokens, and
+low-rank entries (`low_rank`) of unimportant ones, which keep the first numbers of each latent.
 
-Low-rank rows are scored with the first numbers of the same queries, and both outputs are merged by
-their log-sum-exps. Shapes: B sequences of one attention call (a part of the step), T queries per
+Low-rank entries are scored with the first numbers of the same queries, and both outputs are merged
+by their log-sum-exps. Shapes: B sequences of one attention call (a part of the step), T queries per
 sequence; Hq query heads, r / s widest key / value rank, G groups of a layer, W input width of W_O.
 """
 
@@ -32,12 +32,13 @@ Weighed = tuple[Tensor, Tensor]  # attention output [B, Hq, T, s], log2-sum-exp2
 
 class MixedRankAttention(AttentionBackend):
     """Serves any layer with two ranks, by whatever serves `ops.decode` and `ops.prefill`. The
-    metrics of full-rank rows are the importance of their tokens. A step has one decoding part."""
+    metrics of full-rank entries are the importance of their tokens. A step has one decoding
+    part."""
 
     def __init__(
         self, view: CacheView, wide: Sequence[LayerBatch], narrow: Sequence[LayerBatch]
     ) -> None:
-        assert isinstance(view, PoolView) and view.low_rank is not None, "rows have one width"
+        assert isinstance(view, PoolView) and view.low_rank is not None, "entries have one rank"
         super().__init__(view)
         self.pool_view, self.narrow_view = view, view.low_rank
         self.batches = {True: wide, False: narrow}
@@ -53,7 +54,7 @@ class MixedRankAttention(AttentionBackend):
     def prepare(
         cls, view: CacheView, layers: Sequence[LayerAttention], observer: Observer | None
     ) -> Callable[[CacheView], AttentionBackend]:
-        assert isinstance(view, PoolView) and view.low_rank is not None, "rows have one width"
+        assert isinstance(view, PoolView) and view.low_rank is not None, "entries have one rank"
         return partial(
             cls, wide=plan_batches(view, layers), narrow=plan_batches(view.low_rank, layers)
         )
@@ -64,7 +65,7 @@ class MixedRankAttention(AttentionBackend):
         """q [B, Hq, T, r] -> [B, T, W]."""
         assert part.low_rank is not None
         out, lse = self._weigh(True, layer, part, q)
-        # A CUDA graph cannot know whether there are low-rank rows: it always attends to them.
+        # A CUDA graph cannot know whether there are low-rank entries: it always attends to them.
         if not part.low_rank.lengths.size or part.low_rank.size(layer.index):
             narrow_out = self._weigh(False, layer, part.low_rank, self._first(layer, q))
             out, lse = merged((out, lse), narrow_out)
@@ -75,7 +76,7 @@ class MixedRankAttention(AttentionBackend):
     def _weigh(
         self, wide: bool, layer: LayerAttention, part: AttentionMetadata, q: Tensor
     ) -> Weighed:
-        """Attention to the full-rank (`wide`) or the low-rank rows."""
+        """Attention to the full-rank (`wide`) or the low-rank entries."""
         if not part.decode:
             return self._prefill(wide, layer, part, q)
         view = self.pool_view if wide else self.narrow_view
@@ -91,7 +92,7 @@ class MixedRankAttention(AttentionBackend):
     def _prefill(
         self, wide: bool, layer: LayerAttention, part: AttentionMetadata, q: Tensor
     ) -> Weighed:
-        """Attention of a prefill chunk to the full-rank (`wide`) or the low-rank rows."""
+        """Attention of a prefill chunk to the full-rank (`wide`) or the low-rank entries."""
         view = self.pool_view if wide else self.narrow_view
         pages, spec = view.pages[layer.index], view.layout.spec.layers[layer.index]
         counts = pages.lengths[part.slots]
@@ -127,7 +128,7 @@ class MixedRankAttention(AttentionBackend):
             observe.observe(q, lse, positions, pages, part.slots, layer.scale, power=1, exclude=0)
             return
         worth = denominators(lse)
-        distance = positions[:, -1:] - positions  # the last query's row is the last
+        distance = positions[:, -1:] - positions  # the last query's entry is the last
         index = pages.lengths[part.slots][:, None].long() - 1 - distance[..., None]
         slots = part.slots[:, None].expand_as(positions).flatten()
         values = worth.flatten()[:, None].expand(-1, len(pages.groups))
@@ -158,7 +159,7 @@ def denominators(lse: Tensor) -> Tensor:
 
 
 def merged(a: Weighed, b: Weighed) -> Weighed:
-    """Combine attention over two sets of rows by their log-sum-exps. The second output may have
+    """Combine attention over two sets of entries by their log-sum-exps. The second output may have
     fewer numbers."""
     (out, lse), (narrow_out, narrow_lse) = a, b
     total = torch.logaddexp2(lse, narrow_lse)
@@ -171,7 +172,7 @@ def merged(a: Weighed, b: Weighed) -> Weighed:
 
 @lru_cache(maxsize=4096)
 def _places(spec: LayerSpec) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """First column and rank of each KV head's keys, and of its values, in a layer's row."""
+    """First column and rank of each KV head's keys, and of its values, in a layer's entry."""
     return [Columns(spec, x).head_columns for x in (spec.key_latents, spec.value_latents)]
 
 

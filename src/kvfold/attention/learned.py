@@ -1,4 +1,5 @@
-"""Eviction scores predicted from tokens' hidden states, stored as metrics together with the rows.
+"""Eviction scores predicted from tokens' hidden states, stored as metrics together with the token
+entries.
 
 Shapes: N tokens of a step, D width, Hk KV heads, G groups of a layer.
 """
@@ -15,7 +16,7 @@ LARGEST = 10.0  # upper limit of the predicted log score; targets are at most 0
 
 class LearnedScores:
     """Computes the scores of one layer from its hidden states, then writes them for the stored
-    rows."""
+    token entries."""
 
     def __init__(self, view: PoolView) -> None:
         self.view = view
@@ -29,6 +30,6 @@ class LearnedScores:
         return torch.stack([head_scores[:, list(group.heads)].amax(1) for group in groups], 1)
 
     def write(self, layer: LayerAttention, slots: Tensor, index: Tensor, worth: Tensor) -> None:
-        """Write scores worth fp32 [N, G] as metrics of rows index int64 [N, G] of sequences slots
-        [N]."""
+        """Write scores worth fp32 [N, G] as metrics of the entries index int64 [N, G] of sequences
+        slots [N]."""
         set_metrics(self.view.pages[layer.index], slots, index, worth)

@@ -1,5 +1,9 @@
 """Decode attention on CPUs by the Numba kernels of `ops.decode.numba`, for keys in the space of
-scores."""
+scores.
+
+The *part* of a step is the set of tokens of one attention call, here one of each decoding sequence.
+`Parts` (`ops.common.parts`) is another word: the keys or values of a latent in its group.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

@@ -1,9 +1,10 @@
 """Add the attention of decode queries to eviction metrics, every few steps.
 
 Decode kernels return no attention weights. So the last queries and their log-sum-exps are buffered,
-and the keys are read once for WINDOW queries. Rows stored after a query have larger positions, so a
-later read sees what the query saw, as long as no row was moved or evicted in between. Shapes: B
-sequences, Hq query heads, S slots, W = WINDOW; dk widest key rank of a layer.
+and the keys are read once for WINDOW queries. Token entries stored after a query have larger
+positions, so a later read sees what the query saw, as long as no entry was moved or evicted in
+between. Shapes: B sequences of one attention call (a part of the step), Hq query heads, S slots, W
+= WINDOW; dk widest key rank of a layer.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,8 +26,8 @@ from kvfold.ops.observe import observe
 WINDOW = 8  # buffered queries per sequence; reading keys again then costs 6 % of a decode step
 
 
-class StepPart(NamedTuple):
-    """A sequence's part of a step: its slot, the sequence that owns the slot, the position of its
+class SequenceChunk(NamedTuple):
+    """A sequence's tokens in a step: its slot, the sequence that owns the slot, the position of its
     first token, and whether its queries are observed."""
 
     slot: int
@@ -69,19 +70,19 @@ class Observer(QueryRing):
         self.lse[layer].index_copy_(0, rows, lse)
 
     @contextmanager
-    def step(self, parts: Sequence[StepPart], num_decode: int) -> Iterator[None]:
-        """Encloses a step, whose first `num_decode` parts are single tokens of decoding
+    def step(self, chunks: Sequence[SequenceChunk], num_decode: int) -> Iterator[None]:
+        """Encloses a step, whose first `num_decode` chunks are single tokens of decoding
         sequences."""
-        self._begin(parts)
+        self._begin(chunks)
         yield
-        self._end(parts[:num_decode])
+        self._end(chunks[:num_decode])
 
-    def _begin(self, parts: Sequence[StepPart]) -> None:
+    def _begin(self, chunks: Sequence[SequenceChunk]) -> None:
         """Drop buffered queries of sequences that gave up their slots, and flush if a sequence does
-        not continue where it ended. The step's rows may have pages but no content yet; what is
-        added to their metrics is overwritten."""
+        not continue where it ended. The step's token entries may have pages but no content yet;
+        what is added to their metrics is overwritten."""
         must_flush = False
-        for slot, owner, start, _ in parts:
+        for slot, owner, start, _ in chunks:
             if (pending := self.pending.get(slot)) is None:
                 continue
             if pending.owner is not owner or start == 0:
@@ -91,7 +92,7 @@ class Observer(QueryRing):
         if must_flush:
             self.flush()
 
-    def _end(self, decodes: Sequence[StepPart]) -> None:
+    def _end(self, decodes: Sequence[SequenceChunk]) -> None:
         """Record one more buffered query per decoding sequence; flush if a buffer is full."""
         must_flush = False
         for slot, owner, start, counts in decodes:
@@ -106,9 +107,9 @@ class Observer(QueryRing):
 
     def flush(self) -> None:
         """Add the attention of all buffered queries to the metrics. Sequences that gave up their
-        slots have no rows and are skipped."""
-        rows = self.view.pool.host_lengths
-        pending = [(slot, x.positions) for slot, x in self.pending.items() if rows[slot].any()]
+        slots have no token entries and are skipped."""
+        lengths = self.view.pool.host_lengths
+        pending = [(slot, x.positions) for slot, x in self.pending.items() if lengths[slot].any()]
         self.pending = {}
         if not pending:
             return

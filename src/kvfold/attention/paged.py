@@ -1,6 +1,7 @@
 """Attention of one step over the page pool: the object that a model gets in place of its cache.
 
-A step concatenates the N tokens of all its sequences, decoding ones first.
+A step concatenates the N tokens of all its sequences, decoding ones first. A *part* of it is the
+set of tokens of one attention call (`AttentionMetadata`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,8 @@ LayerHook = Callable[[LayerAttention, Tensor], None]
 
 
 class PagedAttention:
-    """Attention of a model's layers over a pool: what all steps share. dtype: of queries and rows.
+    """Attention of a model's layers over a pool: what all steps share. dtype: of queries and token
+    entries.
 
     observer: buffers decode queries until their attention is added to metrics.
     recent: buffers the last queries for the policy.
@@ -70,8 +72,8 @@ class PagedAttention:
             decoded = [x for x in layers if chosen.decode[x.index] is backend]
             self.backend_factories[backend] = backend.prepare(self.view, decoded, self.observer)
 
-    def rows(self, slots: Tensor, size: int, computed: list[int]) -> PoolEntries:
-        """The stored rows of sequences for eviction policies, as in `PoolEntries`."""
+    def entries(self, slots: Tensor, size: int, computed: list[int]) -> PoolEntries:
+        """The stored token entries of sequences for eviction policies, as in `PoolEntries`."""
         return PoolEntries(self.view, self.layers, self.recent, slots, size, computed)
 
     @property
@@ -84,8 +86,8 @@ class PagedAttention:
 class PagedContext(AttentionContext):
     """Attention of all layers in one step.
 
-    slots, index [N]: the pool slot of each token, and which of its sequence's newest rows it is
-        (-1: the last). `self.index` has row numbers [N, groups].
+    slots, index [N]: the pool slot of each token, and which of its sequence's newest entries it
+        is (-1: the last). `self.index` numbers the entries of each group, [N, groups].
     positions: int32 [N].
     fill: which residual blocks the tokens fill, if there are any.
     layer_hook: called for each layer with the hidden states [1, N, D] that enter its attention.
@@ -106,7 +108,7 @@ class PagedContext(AttentionContext):
         self.index = self.view.pool.lengths[slots] + index[:, None]  # int64 [N, all groups]
         self.recent, self.local = attention.recent, attention.local
         self.learned, self.worth = attention.learned, torch.empty(0)
-        self.recent_rows = self.recent.begin(parts) if self.recent is not None else ()
+        self.recent_indices = self.recent.begin(parts) if self.recent is not None else ()
         self.order = _order(parts, len(positions))
         self.chosen = [attention.selected.for_part(part) for part in parts]
         self.backends: Mapping[type[AttentionBackend], AttentionBackend] = {
@@ -119,19 +121,20 @@ class PagedContext(AttentionContext):
         if self.layer_hook is not None:
             self.layer_hook(layer, x)
 
-    def attend(self, layer: LayerAttention, q: Tensor, rows: Tensor) -> Tensor:
-        """Store rows [1, N, R] of the step's tokens and attend with q [1, Hq, N, .]: [1, N, W]."""
+    def attend(self, layer: LayerAttention, q: Tensor, entries: Tensor) -> Tensor:
+        """Store entries [1, N, R] of the step's tokens and attend with q [1, Hq, N, .]:
+        [1, N, W]."""
         index = self.index[:, self.view.pool.layout.layer_groups[layer.index]]
         destination = self.slots, index, self.positions, self.fill
-        store.append(self.view.pages[layer.index], rows[0], *destination)
+        store.append(self.view.pages[layer.index], entries[0], *destination)
         if self.learned is not None:
             self.learned.write(layer, self.slots, index, self.worth)
         if self.recent is not None:
-            self.recent.keep(layer.index, self.recent_rows, q)
+            self.recent.keep(layer.index, self.recent_indices, q)
         if self.local is not None:
             for part in self.parts:
                 if not part.decode:
-                    self.local.add(layer, part, q, rows, index)
+                    self.local.add(layer, part, q, entries, index)
         outputs = [
             self.backends[chosen[layer.index]].attend(layer, part, part.slice_of(q)).flatten(0, 1)
             for part, chosen in zip(self.parts, self.chosen, strict=True)

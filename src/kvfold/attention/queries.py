@@ -1,7 +1,8 @@
 """Ring buffers of the last queries of each sequence, by layer.
 
-Shapes: B sequences, T queries per sequence, Hq query heads, S slots, W queries of a slot's ring; dk
-dimension of a query in the space of scores, the largest of a layer's heads.
+Shapes: B sequences of one attention call (a part of the step), T queries per sequence, Hq query
+heads, S slots, W queries of a slot's ring; dk dimension of a query in the space of scores, the
+largest of a layer's heads.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,7 @@
-"""Rows gathered from pages, for backends that do not read pages and for eviction policies.
+"""Token entries gathered from pages, for backends that do not read pages and for eviction policies.
 
-Shapes: B sequences, S stored rows (of the longest group), R numbers of a row, G groups of a layer,
-Hk KV heads, d head dim, r the widest rank of a side (keys or values).
+Shapes: B sequences, S stored token entries (of the longest group), R numbers of an entry, G groups
+of a layer, Hk KV heads, d head dim, r the widest rank of a side (keys or values).
 """
 
 from collections.abc import Sequence
@@ -22,9 +22,9 @@ from kvfold.ops.common.pages import owner_of
 from kvfold.ops.store import StoredRows, gather
 
 
-def gather_rows(view: CacheView, layer: LayerAttention, slots: Tensor, size: int) -> StoredRows:
-    """Rows [B, S, R] of the sequences slots int64 [B] in a layer; size: rows of the longest
-    group."""
+def gather_entries(view: CacheView, layer: LayerAttention, slots: Tensor, size: int) -> StoredRows:
+    """Token entries [B, S, R] of the sequences slots int64 [B] in a layer; size: entries of the
+    longest group."""
     pages = view.pages[layer.index]
     return gather(pages, slots, pages.lengths[slots], view.dtype, size)
 
@@ -32,7 +32,7 @@ def gather_rows(view: CacheView, layer: LayerAttention, slots: Tensor, size: int
 def rope_of(
     layer: LayerAttention, stored: StoredRows, groups: tuple[Group, ...], stop: int
 ) -> Tables | None:
-    """cos, sin [B, 1 or Hk, S, rotary dims] at the rows' positions; None if keys are not
+    """cos, sin [B, 1 or Hk, S, rotary dims] at the entries' positions; None if keys are not
     reconstructed."""
     if layer.rope is None:
         return None
@@ -49,7 +49,7 @@ def group_of_head(groups: tuple[Group, ...], device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class PoolEntries:
-    """The stored rows of sequences for eviction policies, read one layer at a time.
+    """The stored token entries of sequences for eviction policies, read one layer at a time.
 
     slots: int64 [B].
     size: S.
@@ -89,7 +89,7 @@ class PoolEntries:
         return self.recent.read(layer, self.slots, computed)
 
     def _stored(self, layer: int) -> StoredRows:
-        return gather_rows(self.view, self.layers[layer], self.slots, self.size)
+        return gather_entries(self.view, self.layers[layer], self.slots, self.size)
 
     def _present(self, x: Tensor, layer: int, stored: StoredRows) -> Tensor:
         """x [B, Hk, S, .] with zeros in empty slots."""

@@ -2,7 +2,7 @@
 is loaded, logged and never switched.
 
 A layer has one backend for decoding, one for prefill chunks, and one for chunks whose queries are
-observed.
+observed. A *part* of a step is the set of tokens of one attention call, of one of these kinds.
 """
 
 import logging

@@ -37,7 +37,7 @@ HOST_BYTES = 1 << 30  # budget on a CPU
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choices:
+class Registry:
     """What can be timed, by name, and how a cache of a variant is built."""
 
     variants: Mapping[str, Variant] = field(default_factory=lambda: VARIANTS)
@@ -50,7 +50,7 @@ class Choices:
         job.check(("batch", "tokens"), self.baselines)
 
 
-CHOICES = Choices()
+REGISTRY = Registry()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,12 +99,12 @@ def measure_case(
     tokens: int,
     decode: Decode,
     device: torch.device,
-    choices: Choices = CHOICES,
+    registry: Registry = REGISTRY,
 ) -> tuple[list[AttentionResult], list[SkippedCase]]:
     """Time one case. decode: called as `ops.decode.decode`. What does not run, does not fit into
     memory or computes a wrong output is not timed, but reported."""
     budget = _budget(device) // (len(job.variants) + 1)
-    case = _Case(job, batch, tokens, budget, device, choices)
+    case = _Case(job, batch, tokens, budget, device, registry)
     sizes = {"batch": batch, "tokens": tokens}
     timed, skipped = measure(job, sizes, chain(case.baselines(), case.variants(decode)), device)
     results = [
@@ -132,7 +132,7 @@ class _Case:
     tokens: int
     budget: int
     device: torch.device
-    choices: Choices
+    registry: Registry
 
     def baselines(self) -> Candidates:
         """Every baseline that runs and is right, or the reason why it does not."""
@@ -155,7 +155,7 @@ class _Case:
             return
         for name in job.baselines:
             try:
-                baseline = self.choices.baselines[name](cache)
+                baseline = self.registry.baselines[name](cache)
                 expected = expected_outputs(cache, baseline)
                 check_outputs(name, baseline.step(0)[0].reshape(expected.shape), expected)
                 record(baseline.step, 1, self.device)  # not all that runs can be captured
@@ -175,14 +175,14 @@ class _Case:
         """Every variant that fits, runs and is right, or the reason why it does not."""
         geometry = SHAPES[self.job.shape]
         for name in self.job.variants:
-            variant = self.choices.variants[name]
+            variant = self.registry.variants[name]
             size = layer_bytes(geometry, variant, self.batch, self.tokens)
             num_layers = self.distinct(size)
             if not num_layers:
                 yield name, self.too_large(size)
                 continue
             try:
-                work = self.choices.build(
+                work = self.registry.build(
                     geometry,
                     variant,
                     batch=self.batch,

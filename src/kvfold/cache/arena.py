@@ -56,8 +56,8 @@ def _cells(offsets: Tensor, size: int) -> Tensor:
 def entry_of_bytes(layout: PageLayout) -> Tensor:
     """The entry that each byte of a page belongs to, int64 [page_bytes]. Metrics and the gaps
     between blocks get `layout.page`, which is no entry."""
-    row_of_byte = torch.full((layout.page_bytes,), layout.page)
+    entry_of_byte = torch.full((layout.page_bytes,), layout.page)
     for block in (*layout.blocks.codes, layout.blocks.scales, layout.blocks.positions):
-        rows = torch.arange(layout.page).repeat_interleave(block.size // layout.page)
-        row_of_byte[block.offset : block.offset + block.size] = rows
-    return row_of_byte
+        entries = torch.arange(layout.page).repeat_interleave(block.size // layout.page)
+        entry_of_byte[block.offset : block.offset + block.size] = entries
+    return entry_of_byte

@@ -1,10 +1,11 @@
 """Allocate the pages of the KV cache: block tables, lengths and free pages of one arena.
 
 Shapes: S sequences of one call, G groups of all layers (a group is a set of KV heads whose tokens
-are evicted together), C byte classes (distinct page sizes), M pages of one call. A *row* is the
-entry of one token in one group; a page holds `layout.page` rows. A *page list* holds the pages of
-one sequence for one group. K page lists: G, or 2 G if the newest tokens are stored unquantised
-(KIVI's residual): a second list per group then holds the one page of those tokens.
+are evicted together), C byte classes (distinct page sizes), M pages of one call. A *token
+entry* is what one token stores in one group; a page holds `layout.page` entries. A *page list*
+holds the pages of one sequence for one group. K page lists: G, or 2 G if the newest tokens are
+stored unquantised (KIVI's residual): a second list per group then holds the one page of those
+tokens.
 
 The arena is cut into equal *slabs*. A class without free pages takes slabs and cuts them into its
 pages; slabs whose pages are all free are returned, so memory moves between classes as tokens are
@@ -58,7 +59,7 @@ class PoolStats:
     high_water_bytes: the most that was ever used
     table_bytes: tables, lengths and free lists, in addition to the arena
     fragmentation: share of the arena in free pages of slabs that a class holds
-    row_occupancy: rows stored / rows that their pages can hold (1 if there are none)
+    entry_occupancy: token entries stored / entries that their pages can hold (1 if there are none)
     sequence_bytes: slot -> bytes of its pages
     """
 
@@ -68,7 +69,7 @@ class PoolStats:
     high_water_bytes: int
     table_bytes: int
     fragmentation: float
-    row_occupancy: float
+    entry_occupancy: float
     classes: tuple[ClassStats, ...]
     sequence_bytes: dict[int, int]
 
@@ -96,11 +97,11 @@ class Pool:
         freed.
     low_rank: the pool of low-rank entries (unimportant tokens), with the same slots in the same
         arena; None if the layout has none.
-    lengths: int32 [num_slots, G], rows.
+    lengths: int32 [num_slots, G], token entries.
     host_lengths: a copy of lengths in host memory, int64; read only.
-    padding_slot: an extra slot for the dummy sequences that pad a CUDA-graph batch. It has one row,
-        in a scratch page after the first num_bytes, which all groups share. None: there is no such
-        slot.
+    padding_slot: an extra slot for the dummy sequences that pad a CUDA-graph batch. It has one
+        entry, in a scratch page after the first num_bytes, which all groups share. None: there is
+        no such slot.
 
     Raises ValueError if the arena cannot hold one page per group, or has more bytes than int32
     offsets can address.
@@ -143,9 +144,9 @@ class Pool:
         limits = [
             layer_limits[group.layer] if layer_limits else max_tokens for group in layout.groups
         ]
-        # Most rows of each group after a step: the window of the next query, plus less than one
-        # page of rows that have left the window.
-        self._max_rows: Ints = np.array(limits)
+        # Most entries of each group after a step: the window of the next query, plus less than
+        # one page of entries that have left the window.
+        self._max_entries: Ints = np.array(limits)
         self.num_bytes = num_bytes // UNIT * UNIT
         size = self.num_bytes + padding_slot * int(units.max()) * UNIT
         self.arena = torch.empty(size, dtype=torch.uint8, device=self.device)
@@ -188,16 +189,17 @@ class Pool:
         return tokens <= self.capacity(chunk)
 
     def pages_needed(self, lengths: Ints, tokens: Sequence[int], chunk: int | None = None) -> Ints:
-        """Pages [C] that sequences of `lengths` [S, G] rows need for tokens[i] more tokens: all at
-        once, or in prefill chunks of `chunk` tokens, after each of which pages outside a sliding
+        """Pages [C] that sequences of `lengths` [S, G] entries need for tokens[i] more tokens: all
+        at once, or in prefill chunks of `chunk` tokens, after each of which pages outside a sliding
         window are freed."""
         after = lengths + np.array(tokens, dtype=np.int64)[:, None]
         if chunk is not None:
-            after = np.minimum(after, np.maximum(self._max_rows + chunk, lengths))
+            after = np.minimum(after, np.maximum(self._max_entries + chunk, lengths))
         return self._span(np.arange(len(lengths)), lengths, after).pages
 
-    def has_free_pages(self, pages: Ints) -> bool:
-        """Whether `pages` [C] pages are free. May wait for the device, as `can_extend`."""
+    def make_room(self, pages: Ints) -> bool:
+        """Have `pages` [C] pages free: a pool that shares pages drops cached ones for that. Returns
+        whether it succeeded. May wait for the device, as `make_room_to_extend`."""
         return self._ensure_free(pages)
 
     def _ensure_free(self, pages: Ints) -> bool:
@@ -212,8 +214,8 @@ class Pool:
         self._is_open[closed[0]] = True
         return int(closed[0])
 
-    def can_make_private(self, slot: int) -> bool:
-        """Whether `make_private` would succeed."""
+    def make_room_to_copy(self, slot: int) -> bool:
+        """Have the pages free that `make_private` needs. Returns whether it succeeded."""
         return True
 
     def make_private(self, slot: int) -> None:
@@ -235,8 +237,8 @@ class Pool:
         if self.low_rank is not None:
             self.low_rank.truncate(slot, np.zeros_like(self.low_rank.host_lengths[slot]))
 
-    def can_extend(self, slots: Sequence[int], tokens: Sequence[int]) -> bool:
-        """Whether `extend` would succeed.
+    def make_room_to_extend(self, slots: Sequence[int], tokens: Sequence[int]) -> bool:
+        """Have the pages free that `extend` needs. Returns whether `extend` would succeed.
 
         Waits for the device only if pages seem to be missing and some were freed since the last
         wait, to learn which slabs are empty by now.
@@ -244,12 +246,12 @@ class Pool:
         return self._shortage(*self._growth(slots, tokens)) is None
 
     def extend(self, slots: Sequence[int], tokens: Sequence[int] | Ints) -> None:
-        """Allocate pages for tokens[i] more rows in every group of slots[i], or tokens[i, g] in
+        """Allocate pages for tokens[i] more entries in every group of slots[i], or tokens[i, g] in
         group g, and update tables and lengths.
 
-        The rows are uninitialised. All or nothing: raises PoolFull, with nothing changed, if pages
-        are missing or a sequence would outgrow `max_tokens`. May wait for the device, as
-        `can_extend`.
+        The entries are uninitialised. All or nothing: raises PoolFull, with nothing changed, if
+        pages are missing or a sequence would outgrow `max_tokens`. May wait for the device, as
+        `make_room_to_extend`.
         """
         span, lengths = self._growth(slots, tokens)
         if reason := self._shortage(span, lengths):
@@ -264,22 +266,22 @@ class Pool:
         self._high_water = max(self._high_water, self.used_bytes)
 
     def truncate(self, slots: int | Sequence[int], lengths: Sequence[int] | Ints | Tensor) -> None:
-        """Truncate group g of slots[i] to its first lengths[i, g] rows; free the whole pages after
-        them.
+        """Truncate group g of slots[i] to its first lengths[i, g] entries; free the whole pages
+        after them.
 
         lengths [S, G], or [G] for one slot: at most the present ones, in host memory (a device
-        tensor is waited for). With a residual, a length is 0 or leaves all quantised rows in
+        tensor is waited for). With a residual, a length is 0 or leaves all quantised entries in
         place: they cannot return to the residual block.
         """
         index = self._opened(np.atleast_1d(slots))
         before = self.host_lengths[index]
         after: Ints = np.atleast_2d(torch.as_tensor(lengths, dtype=torch.int64, device="cpu"))
         assert after.shape == before.shape, f"{after.shape} lengths for {before.shape} groups"
-        assert (after >= 0).all() and (after <= before).all(), f"from {before} to {after} rows"
+        assert (after >= 0).all() and (after <= before).all(), f"from {before} to {after} entries"
         lost = (after > 0) & (self.layout.num_quantized(after) < self.layout.num_quantized(before))
         packed = self.layout.residual and bool(lost.any())
         assert not packed, (
-            f"from {before} to {after} rows: rows of the residual block were quantised since"
+            f"from {before} to {after} entries: some of the residual block were quantised since"
         )
         span = self._freed(index, after, before)
         slabs = self._slabs
@@ -288,7 +290,8 @@ class Pool:
         self._commit(index, after, slabs)
 
     def _freed(self, slots: Ints, after: Ints, before: Ints) -> _PageRange:
-        """The pages that become free when sequences shrink from `before` to `after` rows [S, G]."""
+        """The pages that become free when sequences shrink from `before` to `after` [S, G]
+        entries."""
         return self._span(slots, after, before)
 
     @property
@@ -321,12 +324,12 @@ class Pool:
         page_bytes, free = slabs.units * UNIT, slabs.num_free
         num_pages = self._num_pages(self.host_lengths)
         stored, slot_bytes = int(self.host_lengths.sum()), num_pages @ page_bytes[self._class_of]
-        rows = int(num_pages.sum()) * self.layout.page
+        room = int(num_pages.sum()) * self.layout.page
         if self.low_rank is not None:
             low_rank_pages = self.low_rank._num_pages(self.low_rank.host_lengths)
             slot_bytes = slot_bytes + low_rank_pages @ page_bytes[self.low_rank._class_of]
             stored += int(self.low_rank.host_lengths.sum())
-            rows += int(low_rank_pages.sum()) * self.layout.page
+            room += int(low_rank_pages.sum()) * self.layout.page
         columns = np.stack(
             (
                 page_bytes,
@@ -346,7 +349,7 @@ class Pool:
             high_water_bytes=self._high_water,
             table_bytes=sum(table.untyped_storage().nbytes() for table in tables),
             fragmentation=int(free @ page_bytes) / self.num_bytes,
-            row_occupancy=stored / rows if rows else 1.0,
+            entry_occupancy=stored / room if room else 1.0,
             classes=tuple(
                 ClassStats(**dict(zip(names, column, strict=True))) for column in columns.T.tolist()
             ),
@@ -371,7 +374,7 @@ class Pool:
         assert (lengths == self.host_lengths).all(), "lengths differ from mirror"
         low, high = self.host_lengths.min(), self.host_lengths.max()
         assert low >= 0 and high <= self.max_tokens, f"lengths {low}..{high}"
-        assert not self.host_lengths[~self._is_open].any(), "a closed slot has rows"
+        assert not self.host_lengths[~self._is_open].any(), "a closed slot has entries"
 
     def _taken(self) -> list[Tensor]:
         """Offsets of the pages that are not free, one tensor per class."""
@@ -385,12 +388,12 @@ class Pool:
         return list(self.block_tables.view(-1)[self._cells(span)].split(span.pages.tolist()))
 
     def _num_pages(self, lengths: Ints) -> Ints:
-        """Pages of each page list [S, K] for `lengths` [S, G] rows."""
+        """Pages of each page list [S, K] for `lengths` [S, G] entries."""
         pages = ceil_div(self.layout.num_quantized(lengths), self.layout.page)
         return np.hstack((pages, lengths > 0)) if self.layout.residual else pages
 
     def _span(self, slots: Ints, low: Ints, high: Ints) -> _PageRange:
-        """The pages that hold rows `low` to `high`, both [S, G]."""
+        """The pages that hold entries `low` to `high`, both [S, G]."""
         return self._between(slots, self._num_pages(low), self._num_pages(high))
 
     def _between(self, slots: Ints, first: Ints, stop: Ints) -> _PageRange:
@@ -412,18 +415,18 @@ class Pool:
     def _growth(
         self, slots: Sequence[int], tokens: Sequence[int] | Ints
     ) -> tuple[_PageRange, Ints]:
-        """The pages to add for `tokens` more rows, and the lengths [S, G] after that."""
+        """The pages to add for `tokens` more entries, and the lengths [S, G] after that."""
         index, more = self._opened(slots), np.array(tokens, dtype=np.int64)
         assert len(index) == len(more) and (more >= 0).all(), f"slots {slots}, tokens {tokens}"
         after = self.host_lengths[index] + (more if more.ndim > 1 else more[:, None])
         return self._span(index, self.host_lengths[index], after), after
 
     def _shortage(self, span: _PageRange, lengths: Ints) -> str | None:
-        """Why sequences cannot grow to `lengths` [S, G] rows, which takes the pages `span`; None if
-        they can."""
+        """Why sequences cannot grow to `lengths` [S, G] entries, which takes the pages `span`; None
+        if they can."""
         longest = lengths.max(initial=0)
         if longest > self.max_tokens:
-            return f"a sequence of {longest} rows is longer than max_tokens={self.max_tokens}"
+            return f"a sequence of {longest} entries is longer than max_tokens={self.max_tokens}"
         if self._ensure_free(span.pages):
             return None
         slabs = self._slabs

@@ -29,8 +29,8 @@ from kvfold.ops.common.launch import upload
 @dataclass(eq=False, kw_only=True)
 class CachedPages:
     """Cached pages that nobody changes: of the pages of a sequence's first `tokens` tokens, those
-    from page number `first` [G] of each group on. `rows` [G] (both int64) is how many rows each
-    group has by then.
+    from page number `first` [G] of each group on. `lengths` [G] (both int64) is how many token
+    entries each group has by then.
 
     offsets: int32 [M].
     pages: number of pages per class [C].
@@ -41,16 +41,16 @@ class CachedPages:
     """
 
     tokens: int
-    compressed: bool = False  # groups may differ in rows; later pages are not shared
+    compressed: bool = False  # groups may differ in length; later pages are not shared
     first: Ints
-    rows: Ints
+    lengths: Ints
     offsets: Tensor
     pages: Ints
     ref_count: int = 0
     score_key: bytes = b""
 
 
-Chain = Sequence[CachedPages]  # consecutive pages of a prefix, from row 0 on
+Chain = Sequence[CachedPages]  # consecutive pages of a prefix, from token entry 0 on
 
 
 class SharingPool(Pool):
@@ -84,7 +84,7 @@ class SharingPool(Pool):
         """Whether these pages are still cached, with or without readers."""
         return x.ref_count > 0 or x in self._evictable
 
-    def has_free_pages(self, pages: Ints, keep: Chain = ()) -> bool:
+    def make_room(self, pages: Ints, keep: Chain = ()) -> bool:
         """Drop cached pages without readers, except `keep`, until `pages` [C] pages are free.
         Returns whether that succeeded."""
         self.touch(keep)
@@ -120,23 +120,25 @@ class SharingPool(Pool):
     def cost(self, chain: Chain, tokens: int, *, copy: bool = False) -> Ints:
         """Pages [C] that a sequence must allocate to begin with `chain` and add `tokens` tokens.
         With `copy`, it also copies the pages of the chain."""
-        rows = self._rows(chain)
-        num_read = np.zeros_like(rows) if copy else rows // self.layout.page
-        return self._between(np.arange(1), num_read, self._num_pages(rows + tokens)).pages
+        lengths = self._lengths(chain)
+        num_read = np.zeros_like(lengths) if copy else lengths // self.layout.page
+        return self._between(np.arange(1), num_read, self._num_pages(lengths + tokens)).pages
 
     def fits_pages(self, pages: Ints) -> bool:
         """Whether `pages` [C] pages fit in an empty pool."""
         return int(ceil_div(pages, self._slabs.pages_per_slab).sum()) <= self._slabs.num_slabs
 
     def start_from(self, slot: int, chain: Chain, *, copy: bool = False) -> None:
-        """Start an empty sequence with the rows of a chain: it shares the full pages and copies a
-        partial last one. With `copy`, it copies all of them. Raises PoolFull, with nothing
+        """Start an empty sequence with the token entries of a chain: it shares the full pages and
+        copies a partial last one. With `copy`, it copies all of them. Raises PoolFull, with nothing
         changed."""
         index = self._opened([slot])
-        assert not self.host_lengths[slot].any() and not self._chains[slot], f"slot {slot} has rows"
-        rows = self._rows(chain)
-        num_read = np.zeros_like(rows) if copy else rows // self.layout.page
-        stop = self._num_pages(rows)
+        assert not self.host_lengths[slot].any() and not self._chains[slot], (
+            f"slot {slot} has entries"
+        )
+        lengths = self._lengths(chain)
+        num_read = np.zeros_like(lengths) if copy else lengths // self.layout.page
+        stop = self._num_pages(lengths)
         self.touch(chain)
         copies, slabs = self._popped(self._between(index, num_read, stop), chain)
         tables = self.block_tables.view(-1)
@@ -145,10 +147,10 @@ class SharingPool(Pool):
         if not copy:
             self._add_reader(chain)
             self._chains[slot] = list(chain)
-        self._commit(index, rows, slabs)
+        self._commit(index, lengths, slabs)
         self._high_water = max(self._high_water, self.used_bytes)
 
-    def can_make_private(self, slot: int) -> bool:
+    def make_room_to_copy(self, slot: int) -> bool:
         return not self._chains[slot] or self._ensure_free(self._read(slot).pages)
 
     def make_private(self, slot: int) -> None:
@@ -222,7 +224,8 @@ class SharingPool(Pool):
         """Copy eviction scores into cached copies of blocks.
 
         blocks: (block number in the sequence, cached copy, its new `score_key`). The
-            sequence in `slot` holds the same rows, with the metrics of its re-scoring passes.
+            sequence in `slot` holds the same token entries, with the metrics of its re-scoring
+            passes.
         """
         if not blocks:
             return
@@ -233,26 +236,27 @@ class SharingPool(Pool):
         for block, score_key in zip(chain, score_keys, strict=True):
             block.score_key = score_key
 
-    def placeholder(self, tokens: int, rows: Ints) -> CachedPages:
-        """A description of an offloaded prefix: rows [G] of a sequence's first `tokens` tokens.
+    def placeholder(self, tokens: int, lengths: Ints) -> CachedPages:
+        """A description of an offloaded prefix: numbers of entries, lengths [G], of a sequence's
+        first `tokens` tokens.
         `load` allocates its pages."""
-        stop = self._num_pages(rows[None])
+        stop = self._num_pages(lengths[None])
         pages = self._between(np.arange(1), np.zeros_like(stop), stop).pages
         return CachedPages(
             tokens=tokens,
             compressed=True,
-            first=np.zeros_like(rows),
-            rows=rows,
+            first=np.zeros_like(lengths),
+            lengths=lengths,
             offsets=self.block_tables.new_empty(0),
             pages=pages,
         )
 
-    def can_load(self, rows: Ints, content: Sequence[Tensor]) -> bool:
-        """Whether `load` accepts this content for rows [G]: the right number of pages per class, of
-        the right size."""
-        if rows.shape != (len(self.layout.groups),):
+    def can_load(self, lengths: Ints, content: Sequence[Tensor]) -> bool:
+        """Whether `load` accepts this content for lengths [G]: the right number of pages per class,
+        of the right size."""
+        if lengths.shape != (len(self.layout.groups),):
             return False
-        pages = self.placeholder(0, rows).pages
+        pages = self.placeholder(0, lengths).pages
         shapes = [(n, size * UNIT) for n, size in zip(pages, self._slabs.units, strict=True)]
         return [tuple(x.shape) for x in content] == shapes
 
@@ -268,12 +272,12 @@ class SharingPool(Pool):
         self._make_evictable(x)
 
     def dump(self, slot: int) -> tuple[Ints, list[Tensor]]:
-        """Copy a sequence to host memory: its rows [G], and its pages, uint8 [m, page bytes] per
-        class. Metrics, and bytes that belong to no row (which may be stale data of another
+        """Copy a sequence to host memory: its lengths [G], and its pages, uint8 [m, page bytes] per
+        class. Metrics, and bytes that belong to no entry (which may be stale data of another
         sequence), are 0."""
-        assert not self.layout.residual, "unquantised rows of a residual block are in no page"
-        rows = self.host_lengths[slot].copy()
-        stop = self._num_pages(rows[None])
+        assert not self.layout.residual, "unquantised entries of a residual block are in no page"
+        lengths = self.host_lengths[slot].copy()
+        stop = self._num_pages(lengths[None])
         span = self._between(np.array([slot]), np.zeros_like(stop), stop)
         content = [
             arena.read(self.arena, size, offsets).cpu()
@@ -283,10 +287,10 @@ class SharingPool(Pool):
         for number in self._by_class:
             c, count = self._class_of[number], int(stop[0, number])
             list_pages = content[c][begin[c] : begin[c] + count]
-            rows_left = torch.arange(count)[:, None] * -self.layout.page + int(rows[number])
-            list_pages[arena.entry_of_bytes(self.layout.groups[number].layout) >= rows_left] = 0
+            entries_left = torch.arange(count)[:, None] * -self.layout.page + int(lengths[number])
+            list_pages[arena.entry_of_bytes(self.layout.groups[number].layout) >= entries_left] = 0
             begin[c] += count
-        return rows, content
+        return lengths, content
 
     def drop_all(self) -> None:
         """Free all cached pages without readers."""
@@ -300,7 +304,7 @@ class SharingPool(Pool):
             CachedPages(
                 tokens=(number + 1) * page,
                 first=np.broadcast_to(np.int64(number), size),
-                rows=np.broadcast_to(np.int64((number + 1) * page), size),
+                lengths=np.broadcast_to(np.int64((number + 1) * page), size),
                 offsets=block_offsets,
                 pages=self._block_pages,
             )
@@ -309,7 +313,7 @@ class SharingPool(Pool):
 
     def _check_blocks(self, slot: int, first: int, count: int) -> None:
         self._opened([slot])
-        assert not self.layout.residual, "unquantised rows of a residual block cannot be shared"
+        assert not self.layout.residual, "unquantised entries of a residual block cannot be shared"
         num_full = int(self.host_lengths[slot].min()) // self.layout.page
         assert first + count <= num_full, f"blocks {first}..{first + count} of {num_full}"
         chain = self._chains[slot]
@@ -321,10 +325,10 @@ class SharingPool(Pool):
         """Block table of one sequence, a copy: int32 [G, ..], groups sorted by class."""
         return self.block_tables[slot].index_select(0, self._order)
 
-    def _rows(self, chain: Chain) -> Ints:
-        """Rows [1, G] of a sequence that begins with this chain."""
+    def _lengths(self, chain: Chain) -> Ints:
+        """Lengths [1, G] of a sequence that begins with this chain."""
         zero: Ints = np.zeros(len(self.layout.groups), dtype=np.int64)
-        return (chain[-1].rows if chain else zero)[None].copy()
+        return (chain[-1].lengths if chain else zero)[None].copy()
 
     def _read(self, slot: int) -> _PageRange:
         """The shared pages of a sequence."""
@@ -336,7 +340,7 @@ class SharingPool(Pool):
         if self.layout.residual:
             return np.zeros((len(slots), len(self._starts)), dtype=np.int64)
         page = self.layout.page
-        return np.concatenate([self._rows(self._chains[slot]) // page for slot in slots])
+        return np.concatenate([self._lengths(self._chains[slot]) // page for slot in slots])
 
     def _popped(self, span: _PageRange, keep: Chain = ()) -> tuple[Tensor, Any]:
         """Pages for `span`, and the state of the slabs after they are taken. Raises PoolFull."""
@@ -363,9 +367,9 @@ class SharingPool(Pool):
             return
         order = self._by_class
         starts = np.repeat(self._metrics[order], span.count[0, order])
-        rows = torch.arange(self.layout.page, device=self.device)
+        entries = torch.arange(self.layout.page, device=self.device)
         cells = offsets.long() * (UNIT // METRIC) + upload(starts, self.device)
-        self.arena.view(torch.int32)[cells[:, None] + rows] = 0
+        self.arena.view(torch.int32)[cells[:, None] + entries] = 0
 
     # Free memory ----------------------------------------------------------------------------------
 
@@ -463,9 +467,9 @@ class SharingPool(Pool):
 
     def _full(self, chain: Chain) -> Tensor:
         """Offsets of the full pages of a chain."""
-        rows, page = chain[-1].rows[self._by_class], self.layout.page
-        number = np.concatenate([np.arange(x) for x in ceil_div(rows, page)])
-        is_full = number < np.repeat(rows // page, ceil_div(rows, page))
+        lengths, page = chain[-1].lengths[self._by_class], self.layout.page
+        number = np.concatenate([np.arange(x) for x in ceil_div(lengths, page)])
+        is_full = number < np.repeat(lengths // page, ceil_div(lengths, page))
         return _offsets(chain)[torch.from_numpy(is_full).to(self.device)]
 
 

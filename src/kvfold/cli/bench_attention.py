@@ -13,7 +13,7 @@ from kvfold.cli import common
 from kvfold.cli.options import parse_list
 
 if TYPE_CHECKING:
-    from kvfold.bench.attention import AttentionResult, Choices, SkippedCase
+    from kvfold.bench.attention import AttentionResult, Registry, SkippedCase
 
 
 def attention(
@@ -63,15 +63,15 @@ class Benchmark:
     """What `time_attention` times, and how it reports. A benchmark with more to choose from is a
     subclass."""
 
-    def choices(self) -> "Choices":
+    def registry(self) -> "Registry":
         """What can be named."""
-        from kvfold.bench.attention import CHOICES
+        from kvfold.bench.attention import REGISTRY
 
-        return CHOICES
+        return REGISTRY
 
-    def default(self, choices: "Choices") -> Sequence[str]:
+    def default(self, registry: "Registry") -> Sequence[str]:
         """The variants to time if none are named: those that reconstruct no keys."""
-        return [name for name, x in choices.variants.items() if not x.rebuilt]
+        return [name for name, x in registry.variants.items() if not x.rebuilt]
 
     def begin(self, device: Any, rounds: int) -> dict[str, Any]:
         """Called after the checks of the options. Returns more entries of the JSON file."""
@@ -135,22 +135,22 @@ def time_attention(
     from kvfold.bench import attention as bench
     from kvfold.hub.loading import default_device
 
-    choices = benchmark.choices()
+    registry = benchmark.registry()
     job = bench.KernelJob(
         shape=shape,
-        variants=shared.names(variants, "--variants", benchmark.default(choices)),
-        baselines=shared.names(baselines, "--baselines", choices.baselines),
+        variants=shared.names(variants, "--variants", benchmark.default(registry)),
+        baselines=shared.names(baselines, "--baselines", registry.baselines),
         layers=layers,
         rounds=rounds,
         cases=tuple(cases),
     )
-    choices.check(job)
+    registry.check(job)
     from kvfold.ops.decode import decode
 
     device = torch.device(default_device())
 
     def measure(case: tuple[int, int]) -> tuple[list[Any], list[Any]]:
-        results, skipped = bench.measure_case(job, *case, decode, device, choices)
+        results, skipped = bench.measure_case(job, *case, decode, device, registry)
         return [benchmark.result(x) for x in results], skipped
 
     shared.measure_cases(

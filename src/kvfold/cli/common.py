@@ -228,7 +228,7 @@ def with_policy(model: Any, tokenizer: Any, cache: "CacheConfig | None") -> "Cac
 
 
 def saved_spec(config: Any) -> "CacheSpec | None":
-    """The cache layout of a folded checkpoint; None for an ordinary model."""
+    """What a folded checkpoint stores; None for an ordinary model."""
     from kvfold.hub import checkpoint
 
     return checkpoint.saved_spec(config)

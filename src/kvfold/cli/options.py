@@ -59,8 +59,9 @@ RecipeName = Annotated[
 Goal = Annotated[
     GoalName | None,
     Parameter(
-        help="What matters most, instead of --recipe: speed (the default: recipe swift), memory"
-        " (small: the smallest cache at the same loss, but much slower steps), or balanced (lean).",
+        help="What matters most, instead of --recipe: speed (the default: recipe swift, with"
+        " prefer=speed where a GPU can use it), memory (small: the smallest cache at the same loss,"
+        " but much slower steps), or balanced (lean).",
         show_default=False,
     ),
 ]
@@ -204,15 +205,15 @@ class SizeFlags:
     )
     prefer: Prefer | None = setting(
         None,
-        "What --factor plans for. speed: layouts that a Hopper GPU reads in one pass (recipes swift"
+        "What --factor plans for. speed: entries that a Hopper GPU reads in one pass (recipes swift"
         " and lean). size: the least loss, with all levels, though some have no kernels. balanced:"
         " in between. By default speed where no --recipe is named and a Hopper GPU can read such"
-        " layouts, else balanced.",
+        " entries, else balanced.",
     )
     layouts: int | None = setting(
         None,
-        "Most layouts (widths and bits of keys and values) among the layers; each needs its own"
-        " kernels. By default 4 with prefer=speed, else no limit.",
+        "Most bit-width layouts (how many numbers have 8, 4, 2 bits) among the layers; each needs"
+        " its own kernels. By default 4 with prefer=speed, else no limit.",
     )
     align: int | None = setting(
         None,

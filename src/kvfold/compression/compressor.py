@@ -248,7 +248,8 @@ class Prepared:
         """The plan of ranks and bits that makes a token `factor` times smaller than at 16 bits.
 
         levels: bits that numbers may have (None: those of `prefer`). prefer: see `preference`.
-        layouts: most layouts of the model (None: `default_layouts`). The basis must predict losses.
+        layouts: most bit-width layouts of the model (None: `default_layouts`). The basis must
+        predict losses.
         """
         c = self.compressor
         target = Target(

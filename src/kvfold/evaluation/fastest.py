@@ -22,7 +22,7 @@ TEXT = "held-out"
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A recipe at a size. prefer: the goal of its plan. step: the predicted time of a decode step.
+    """A recipe at a size. prefer: what its plan prefers. step: the predicted time of a decode step.
     ratio: of its perplexity to the original's; None if it was not measured."""
 
     prepared: Prepared

@@ -75,7 +75,7 @@ def stored(model: Any) -> CacheSpec:
 def plans(
     prepared: Prepared, factor: float, levels: Sequence[int] | None = None
 ) -> Iterator[tuple[Prefer, CacheSpec]]:
-    """Yield the plans of a cache `factor` times smaller, each with its goal.
+    """Yield the plans of a cache `factor` times smaller, each with what it prefers (`Prefer`).
 
     Bits and dimensions are planned together if the recipe predicts losses, otherwise dimensions
     alone. A plan for speed follows if a GPU reads it in one pass. Nothing is yielded if the recipe

@@ -53,7 +53,7 @@ class PagedSession(Session):
 
     def _extend(self, count: int) -> None:
         pool, slots = self.runner.pool, [self.sequence.open_slot]
-        if not pool.can_extend(slots, [count]):
+        if not pool.make_room_to_extend(slots, [count]):
             enough = pool.layout.bytes_for(1, pool.max_tokens)
             raise SettingError(
                 f"`kv_bytes`: a pool of {pool.num_bytes} bytes has no room for "

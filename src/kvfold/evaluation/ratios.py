@@ -34,7 +34,7 @@ def removals() -> Iterator[Ratios]:
             )
 
 
-def choices() -> Iterator[Ratios]:
+def candidate_ratios() -> Iterator[Ratios]:
     """Yield `removals` with each share of important tokens."""
     for ratios, (first, last) in product(removals(), RISING):
         yield replace(ratios, important=first, important_last=last)
@@ -63,7 +63,7 @@ def search_ratios(
         result, _ = window_perplexity(sessions, held_out_ids, scored_from=half, progress=report)
         return result.perplexity
 
-    plans = [(ratios, prepared.plan_hybrid(ratios, align)) for ratios in choices()]
+    plans = [(ratios, prepared.plan_hybrid(ratios, align)) for ratios in candidate_ratios()]
     original = at(compressor.model, ORIGINAL)
     for number, (ratios, spec) in enumerate(sorted(plans, key=lambda x: x[1].kept_fraction)):
         ratio = at(prepared.folded_copy(spec), f"choice {number + 1}") / original

@@ -45,8 +45,10 @@ class LayerSpec:
     keys: `plain`: full keys after RoPE; `post_rope`: projected after RoPE; `pre_rope`: projected
         before RoPE, reconstructed for each score; `absorbed`: the model has no RoPE, and the
         projection is folded into W_Q.
-    values: `plain`: full values; `fused`: the up-projection is folded into W_O; `rebuilt`:
-        attention outputs are projected up before W_O.
+    values: `plain`: full values; else latents, which attention sums as they are stored. `fused`:
+        their up-projection is folded into W_O; `rebuilt`: it is a tensor of its own, `value_up`,
+        which attention outputs pass before W_O. Values themselves are projected up only in prefill
+        chunks so long that this is cheaper.
     """
 
     keys: KeyKind
@@ -60,6 +62,11 @@ class LayerSpec:
     @cached_property
     def value_latents(self) -> tuple[Latent, ...]:
         return tuple(latent for latent in self.latents if "v" in latent.side)
+
+    @property
+    def has_value_up(self) -> bool:
+        """Whether the up-projection of values is a tensor of its own, not folded into W_O."""
+        return self.values == "rebuilt"
 
     @cached_property
     def row_width(self) -> int:
@@ -197,12 +204,12 @@ def plain_layer(geometry: Geometry) -> LayerSpec:
 
 def value_kind(geometry: Geometry, latents: Sequence[Latent]) -> ValueKind:
     """`fused` if a wider W_O costs no more multiplications per token than projecting attention
-    outputs up; else `rebuilt`.
+    outputs up with a tensor of its own; else `rebuilt`.
 
     Palu's release always fuses, which makes W_O r / d times wider for shared latents.
     """
     g, d = geometry, geometry.head_width("v")
     per_query = [x.rank for x in latents for _ in range(len(x.heads) * g.queries_per_kv)]
     fused = sum(per_query) * g.hidden_size
-    rebuilt = sum(per_query) * d + g.num_query_heads * d * g.hidden_size
-    return "fused" if fused <= rebuilt else "rebuilt"
+    separate = sum(per_query) * d + g.num_query_heads * d * g.hidden_size
+    return "fused" if fused <= separate else "rebuilt"

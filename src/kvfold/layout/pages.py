@@ -1,4 +1,5 @@
-"""Memory layout of the cache: tier segments of a row, and byte offsets of the blocks of a page.
+"""Page layouts: tier segments of a row, and byte offsets of the blocks of a page. (How many
+bits each number has is decided before, by the plan: its bit-width layouts.)
 
 A *group* is a set of KV heads of one layer that share stored numbers; it has its own pages and its
 tokens are evicted together. A *row* here is the KV entry of one token in one group. A *page* holds
@@ -100,7 +101,8 @@ class PageBlocks(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PageLayout:
-    """The blocks of a page. Groups with equal layouts use pages of the same byte class.
+    """Where the bytes of a page are: its blocks. Groups with equal layouts use pages of the same
+    byte class.
 
     itemsize: bytes of an unquantised number.
     tracked: rows have positions and eviction metrics.
@@ -215,7 +217,8 @@ class LayerGroups(tuple[Group, ...]):
 
 @dataclass(frozen=True, kw_only=True)
 class CacheLayout:
-    """All groups of a model, layer by layer. An index into `groups` is a group number.
+    """The page layouts of all groups of a model, layer by layer. An index into `groups` is a group
+    number.
 
     low_rank: layout of the same groups for the low-rank rows of unimportant tokens; None if all
         tokens store the same.

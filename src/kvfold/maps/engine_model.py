@@ -106,10 +106,10 @@ class StepCache(AttentionContext):
     def update(self, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         return k, v
 
-    def attend(self, layer: LayerAttention, q: Tensor, rows: Tensor) -> Tensor:
+    def attend(self, layer: LayerAttention, q: Tensor, entries: Tensor) -> Tensor:
         context = getattr(_forward, "context", None)
         assert context is not None, "a model of an engine runs inside `forward_context` only"
-        out: Tensor = context.attend(layer, q, rows)
+        out: Tensor = context.attend(layer, q, entries)
         return out
 
 

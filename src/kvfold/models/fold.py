@@ -112,7 +112,7 @@ class FoldedTensors:
         per_query = mean.unflatten(0, (g.num_kv_heads, 1, g.head_dim))
         per_query = per_query.expand(-1, g.queries_per_kv, -1).flatten()
         tensors = {"o_proj.weight": w.o, "o_proj.bias": w.o_bias + w.o @ per_query}
-        if self.folded.values_reconstructed:
+        if spec.has_value_up:
             tensors["value_up"] = self._stack([self._part(x, "v", self.up) for x in latents])
         if spec.values == "fused":
             o = w.o.unflatten(1, (g.num_kv_heads, g.queries_per_kv, g.head_dim))

@@ -56,7 +56,7 @@ class FoldedAttention(nn.Module):
             self.key_shift = nn.Parameter(torch.zeros(sum(x.rank for x in spec.key_latents)))
         if self.keys_reconstructed:
             self.key_mean = nn.Parameter(torch.zeros(g.num_kv_heads, g.head_dim))
-        if self.values_reconstructed:
+        if self.spec.has_value_up:
             self.value_up = nn.Parameter(self._stack(spec.value_latents))
         fused = self._query_numbers(spec.value_latents) if spec.values == "fused" else whole
         self.o_proj = _linear(fused, g.hidden_size)
@@ -111,11 +111,6 @@ class FoldedAttention(nn.Module):
     def keys_reconstructed(self) -> bool:
         """Whether keys are reconstructed from entries and rotated for each score."""
         return self.spec.keys == "pre_rope"
-
-    @property
-    def values_reconstructed(self) -> bool:
-        """Whether values or attention outputs are projected up before the output projection."""
-        return self.spec.values == "rebuilt"
 
     @property
     def linear_width(self) -> int:
@@ -185,7 +180,7 @@ class FoldedAttention(nn.Module):
             value_columns=self.value_columns,
             key_up=self.key_up if self.keys_reconstructed else None,
             key_mean=self.key_mean if self.keys_reconstructed else None,
-            value_up=self.value_up if self.values_reconstructed else None,
+            value_up=self.value_up if self.spec.has_value_up else None,
             output=self.o_proj.weight,
             score_map=self.score_map,
             rope=self.rotary if self.keys_reconstructed else None,

@@ -73,7 +73,7 @@ def rotate_latents(attention: FoldedAttention, rotations: Mapping[Latent, Tensor
     for name, latents, used in (
         ("key_up", spec.key_latents, attention.query_mapped or attention.keys_reconstructed),
         ("key_down", spec.key_latents, attention.keys_mapped),
-        ("value_up", spec.value_latents, attention.values_reconstructed),
+        ("value_up", spec.value_latents, spec.has_value_up),
     ):
         if used:
             stack = _copy_parameter(attention, name)

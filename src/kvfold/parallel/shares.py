@@ -127,8 +127,7 @@ def key_rank(spec: LayerSpec, geometry: Geometry, head: int) -> int:
 
 def value_rank(spec: LayerSpec, geometry: Geometry, head: int) -> int:
     """Numbers of a query head's output for the output projection."""
-    reconstructed = spec.values == "rebuilt"
-    return geometry.head_dim if reconstructed else _rank(spec.value_latents, geometry, head)
+    return geometry.head_dim if spec.has_value_up else _rank(spec.value_latents, geometry, head)
 
 
 def _rank(latents: Sequence[Latent], geometry: Geometry, head: int) -> int:
@@ -172,7 +171,7 @@ def shares_of(spec: LayerSpec, geometry: Geometry, num_ranks: int) -> tuple[Head
 def smallest(spec: LayerSpec, geometry: Geometry, heads: tuple[int, ...]) -> HeadShare:
     """The share with the smallest message for these heads."""
     keys = (False, True) if spec.keys == "pre_rope" else (False,)
-    values = (False, True) if spec.values == "rebuilt" else (False,)
+    values = (False, True) if spec.has_value_up else (False,)
     make = partial(HeadShare, spec=spec, geometry=geometry, heads=heads)
     options = (make(sends_full_keys=k, sends_full_values=v) for k, v in product(keys, values))
     return min(options, key=lambda x: x.row_width)

@@ -1,9 +1,11 @@
-"""Plans few layouts for many layers.
+"""Plans few bit-width layouts for many layers.
 
-A layout says which tiers a layer's latents have; all latents of one role (side and width), such as
-the keys of its heads, have the same. Kernels are compiled, and the tables and plans of a step
-built, once per layout: a model with few layouts starts faster, and a step leaves the host less to
-do. In the code a layout is the tuple of its layers' numbers.
+A *bit-width layout*, in this module a layout, says which tiers a layer's latents have: how many
+numbers of 8, 4 or 2 bits. All latents of one role (side and width), such as the keys of its heads,
+have the same. (A page layout, `layout.pages.PageLayout`, says at which bytes of a page they are.)
+Kernels are compiled, and the tables and plans of a step built, once per layout: a model with few
+layouts starts faster, and a step leaves the host less to do. In the code a layout is the tuple of
+its layers' numbers.
 
 Layers that share a layout are found by merging: at the price of a bit that the plan without a limit
 pays, the two layouts whose merging costs least become one, until few enough are left. Then single
@@ -51,7 +53,7 @@ def plan_layouts(
 ) -> list[Tiers]:
     """Tiers of every latent, with a low predicted loss in `budget` bits per token, scales included.
 
-    num_layouts: most layouts of the model (None: each layer may have its own). Only
+    num_layouts: most bit-width layouts of the model (None: each layer may have its own). Only
     layers of one kind (same roles and rules) can share a layout, so there is at least one for each
     kind, even if that exceeds `num_layouts`.
     """

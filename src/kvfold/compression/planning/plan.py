@@ -45,9 +45,9 @@ def plan_bits(
 ) -> list[LatentSize]:
     """Ranks and tiers with the least predicted loss in `bits` per token, scales included.
 
-    levels: the bits that tiers may have. prefer, loads: see `preference`. layouts: most layouts of
-    the model, see `few_layouts` (None: `default_layouts`). Raises SettingError where skipped layers
-    alone take more bits, or a layer would store nothing.
+    levels: the bits that tiers may have. prefer, loads: see `preference`. layouts: most
+    bit-width layouts of the model, see `few_layouts` (None: `default_layouts`). Raises SettingError
+    where skipped layers alone take more bits, or a layer would store nothing.
     """
     free = [c for c in candidates if not c.skip]
     skipped_bits = 16 * sum(c.numbers for c in candidates if c.skip)

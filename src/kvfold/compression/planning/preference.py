@@ -5,6 +5,10 @@
 entries that the kernel `ops.one_pass` reads in one pass: all heads of a layer have the same tiers,
 keys have a latent each, and values one latent of all heads. Keys that are reconstructed are limited
 in size, so that a layer's maps fit into a multiprocessor's shared memory beside two pages.
+
+A preference (`Prefer`) is not a goal (`recipes.GOALS`): a goal chooses the recipe, a preference the
+bits of its plan. The goal "speed" alone leaves the preference open; of the others it is `balanced`,
+also of the goal "memory".
 """
 
 from collections.abc import Sequence
@@ -15,7 +19,8 @@ from kvfold.config import ALL_LEVELS, LEVELS, Prefer, Recipe
 from kvfold.layout import Geometry, KeyKind, Side
 from kvfold.utils.errors import SettingError
 
-MAX_LAYOUTS = 4  # of a plan for speed: its predicted loss is 4 to 11 % more than without a limit
+# Most bit-width layouts of a plan for speed: its predicted loss is 4 to 11 % more than without.
+MAX_LAYOUTS = 4
 KEY_LEVELS = (8, 4)  # faster than 2 bits for keys, which the kernel unpacks number by number
 MAX_EXTRA_LOSS = 0.1  # relative extra predicted loss accepted for keys without 2-bit tiers
 VALUES_PER_WARP, VALUE_WARPS = 64, 12  # values that a warp accumulates (2-bit ones take two warps)
@@ -25,7 +30,8 @@ RECONSTRUCTED_LOADS = (6, 5, 4, 3, 2, 1)  # limits of a reconstructed key's vect
 
 
 def default_layouts(prefer: Prefer) -> int | None:
-    """Most layouts of a model where the user names none (None: no limit), see `few_layouts`."""
+    """Most bit-width layouts of a model where the user names none (None: no limit), see
+    `few_layouts`."""
     return MAX_LAYOUTS if prefer == "speed" else None
 
 

@@ -23,7 +23,8 @@ class Target:
     the importance of tokens: in these ratios, or "ppl<=RATIO", the smallest ratios tried that are
     within it. levels: the bits that planned numbers may have, descending (None: those of `prefer`).
     prefer: what the plan is for (see `preference`; None: `default.choose_recipe` decides). layouts:
-    most layouts of the model, where bits are planned (see `few_layouts`; None: `default_layouts`).
+    most bit-width layouts of the model, where bits are planned (see `few_layouts`; None:
+    `default_layouts`).
     """
 
     keep: float | None = setting(None, "Share.", **SHARE)

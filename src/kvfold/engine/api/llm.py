@@ -217,11 +217,13 @@ class LLM:
             )
         with self.engine.lock.hold():
             packer = Packer(self.runner, self.tokenizer, self.engine.scheduler.chunk, progress)
-            rows, pages, report = packer.pack(ids, factor, measure)
+            lengths, pages, report = packer.pack(ids, factor, measure)
         stored = {x: getattr(self.cache, x) for x in STORED}
         settings = stored | {"page": self.runner.pool.layout.page}
         origin = {"key": self._context_key, "settings": settings, "report": report}
-        return PackedContext(token_ids=tuple(ids), rows=rows, pages=tuple(pages), origin=origin)
+        return PackedContext(
+            token_ids=tuple(ids), lengths=lengths, pages=tuple(pages), origin=origin
+        )
 
     @property
     def _context_key(self) -> dict[str, str]:
@@ -421,8 +423,10 @@ class LLM:
         check_pages(self.runner)
         context.check(self._context_key)
         self._check_ids("context", [context.largest_id])
-        if not self.runner.pool.can_load(context.rows, context.pages):
-            raise SettingError("`context` has pages of other sizes than its rows: pack it again")
+        if not self.runner.pool.can_load(context.lengths, context.pages):
+            raise SettingError(
+                "`context` has pages of other sizes than its token entries need: pack it again"
+            )
         tokens, most = len(context.token_ids), self.runner.pool.max_tokens
         if tokens >= most:
             raise SettingError(

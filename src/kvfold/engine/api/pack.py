@@ -67,8 +67,8 @@ class Packer:
         layout, keep = self.pool.layout, 1 / (factor * self.pool.layout.kept_fraction)
         full_bytes = 2 * layout.spec.geometry.full_numbers * len(ids)
         num_kept = max(int(keep * len(ids)) // layout.page, 1) * layout.page  # whole pages
-        rows, pages, losses = self._pack(ids, min(1.0, num_kept / len(ids)), measure)
-        return rows, pages, {"factor": factor, "full_bytes": full_bytes, **losses}
+        lengths, pages, losses = self._pack(ids, min(1.0, num_kept / len(ids)), measure)
+        return lengths, pages, {"factor": factor, "full_bytes": full_bytes, **losses}
 
     def _check(self, size: int, factor: float) -> None:
         check_pages(self.runner)
@@ -101,10 +101,10 @@ class Packer:
             if self.runner.needs_compression(sequence):
                 self.runner.compress([sequence])
             self.say("compressing", 1, 1)
-            rows, pages = self.pool.dump(sequence.open_slot)
+            lengths, pages = self.pool.dump(sequence.open_slot)
             if measure:
                 losses["loss"] = self._loss(sequence, "repeating, compressed")
-        return rows, pages, losses
+        return lengths, pages, losses
 
     @contextmanager
     def _prefilled(self, ids: list[int], keep: float) -> Iterator[Request]:

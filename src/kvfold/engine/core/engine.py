@@ -11,7 +11,7 @@ from typing import Any
 
 from kvfold.cache.pool import Pool
 from kvfold.engine.core.compression import Schedule
-from kvfold.engine.core.launched import Choices, LaunchedStep
+from kvfold.engine.core.launched import LaunchedStep, RequestTokens
 from kvfold.engine.core.lock import EngineLock
 from kvfold.engine.core.prefix_cache import NoPrefixCache
 from kvfold.engine.core.scheduler import Scheduler
@@ -29,7 +29,7 @@ from kvfold.engine.requests.request import (
     Status,
     StepOutput,
 )
-from kvfold.engine.runner.sampler import Choice
+from kvfold.engine.runner.sampler import SampledToken
 from kvfold.utils.errors import SettingError
 
 logger = logging.getLogger(__name__)
@@ -218,10 +218,10 @@ class Engine:
             for step in steps:
                 self._mark_computed(step.batch)
             self._launched = self._launch_next(steps)
-            choices = [choice for step in steps for choice in step.choices()]
+            sampled = [pair for step in steps for pair in step.sampled_tokens()]
             self.scheduler.pace.record(sum(x.num_prefill for x in steps), perf_counter() - start)
-            self._postprocess(choices)
-        self._deliver([request for request, _ in choices])
+            self._postprocess(sampled)
+        self._deliver([request for request, _ in sampled])
 
     def _take_launched(self) -> list[LaunchedStep]:
         """The step that was launched asynchronously, if one of its requests still runs."""
@@ -275,26 +275,26 @@ class Engine:
         if decodes:
             self._call_safely(self.hooks.on_generation_step_end, decodes)
 
-    def _postprocess(self, choices: Choices) -> None:
+    def _postprocess(self, sampled: RequestTokens) -> None:
         """Append the sampled tokens, and end the requests that they end."""
-        for request, choice in choices:
+        for request, token in sampled:
             if request.status is not Status.FINISHED:
-                self._append_token(request, choice)
+                self._append_token(request, token)
 
-    def _append_token(self, request: Request, choice: Choice) -> None:
+    def _append_token(self, request: Request, sampled: SampledToken) -> None:
         """Append a sampled token, or end the request with an error if there is none."""
-        if choice.token is None:
+        if sampled.token is None:
             why = "the model's logits are not finite"
-            if choice.refusal is not None:
-                why = str(choice.refusal)
+            if sampled.refusal is not None:
+                why = str(sampled.refusal)
             elif request.sampling.edits:
                 why += ", or the request's settings allow no next token"
-            self.scheduler.finish(request, "error", why, choice.refusal)
+            self.scheduler.finish(request, "error", why, sampled.refusal)
             return
-        request.token_ids.append(choice.token)
-        if choice.logprobs:
-            request.logprobs.append(choice.logprobs)
-        if reason := self._finish_reason(request, choice.token):
+        request.token_ids.append(sampled.token)
+        if sampled.logprobs:
+            request.logprobs.append(sampled.logprobs)
+        if reason := self._finish_reason(request, sampled.token):
             self.scheduler.finish(request, reason)
 
     def _finish_reason(self, request: Request, token: int) -> FinishReason | None:

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from kvfold.engine.requests.request import Batch, Request, Runner
 from kvfold.engine.runner.edits import logit_edits
-from kvfold.engine.runner.sampler import Choice, Sampled, sample
+from kvfold.engine.runner.sampler import Sampled, SampledToken, sample
 from kvfold.ops.common.launch import upload
 from kvfold.utils.errors import SettingError
 
-Choices = list[tuple[Request, Choice]]
+RequestTokens = list[tuple[Request, SampledToken]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,12 +61,12 @@ class LaunchedStep:
             return tokens
         return tokens[upload(np.array(rows), tokens.device)]
 
-    def choices(self) -> Choices:
+    def sampled_tokens(self) -> RequestTokens:
         """Wait for the device, and return the sampled token of each request that wants one."""
         if self.sampled is None:
             return []
         requests = [chunk.request for chunk in self.batch.with_logits]
-        choices = self.sampled.choices([x.sampling for x in requests])
+        tokens = self.sampled.on_host([x.sampling for x in requests])
         for row, why in self.refused.items():
-            choices[row] = Choice(token=None, logprobs=None, refusal=why)
-        return list(zip(requests, choices, strict=True))
+            tokens[row] = SampledToken(token=None, logprobs=None, refusal=why)
+        return list(zip(requests, tokens, strict=True))

@@ -31,11 +31,13 @@ def unsupported_reason(
     """Why prefix caching would change the generated tokens, or None if it would not. windows: the
     model has sliding windows; repairs: remaining entries are fitted after an eviction."""
     if windows:
-        return "layers with a sliding window drop old rows, and move others, as a sequence goes on"
+        return (
+            "layers with a sliding window drop old entries, and move others, as a sequence goes on"
+        )
     if pool.layout.residual:
-        return "the last rows of a sequence wait unquantised in a page of its own"
+        return "the last entries of a sequence wait unquantised in a page of its own"
     if pool.low_rank is not None:
-        return "rows of unimportant tokens become low-rank and move, as a sequence goes on"
+        return "entries of unimportant tokens become low-rank and move, as a sequence goes on"
     if repairs:
         return "`repair` needs the queries of all tokens, also of those that would be skipped"
     if policy is None:
@@ -66,10 +68,10 @@ class NoPrefixCache:
         computing the next one, so the waiting request should wait for it."""
         return []
 
-    def pages_needed(self, chain: Chain, rows: int) -> Ints:
-        """Pages per class [C] that a new sequence of `rows` entries allocates if it starts with a
-        chain."""
-        return self._pages_needed(rows)
+    def pages_needed(self, chain: Chain, entries: int) -> Ints:
+        """Pages per class [C] that a new sequence of `entries` token entries allocates if it starts
+        with a chain."""
+        return self._pages_needed(entries)
 
     def is_loaded(self, context: PackedContext) -> bool:
         """Whether the pool holds a packed context's pages."""
@@ -79,10 +81,10 @@ class NoPrefixCache:
         """Whether `tokens` tokens of a request fit in an empty pool."""
         return self._pool.fits(tokens, self._chunk)
 
-    def has_free_pages(self, pages: Ints, chain: Chain) -> bool:
-        """Whether `pages` [C] pages are free. Other cached pages are dropped for that, but none of
-        the chain."""
-        return self._pool.has_free_pages(pages)
+    def make_room(self, pages: Ints, chain: Chain) -> bool:
+        """Drop cached pages, but none of the chain, until `pages` [C] pages are free. Returns
+        whether that succeeded."""
+        return self._pool.make_room(pages)
 
     def start(self, request: Request, chain: Chain) -> Ints | int:
         """Let a request that has a new slot start with a chain. Returns the pages [C] that were
@@ -104,10 +106,10 @@ class NoPrefixCache:
             self._pool.free_slot(slot)
 
 
-def _pages(pool: Pool, chunk: int, rows: int) -> Ints:
-    """Pages per class [C] of a new sequence with `rows` entries."""
+def _pages(pool: Pool, chunk: int, entries: int) -> Ints:
+    """Pages per class [C] of a new sequence with `entries` token entries."""
     none = np.zeros((1, len(pool.layout.groups)), dtype=np.int64)
-    return pool.pages_needed(none, [rows], chunk)
+    return pool.pages_needed(none, [entries], chunk)
 
 
 class PrefixCache(NoPrefixCache):
@@ -151,7 +153,7 @@ class PrefixCache(NoPrefixCache):
     def _pages_of(self, context: PackedContext) -> CachedPages:
         """The pages of a packed context, which all its readers share."""
         if context not in self._contexts:
-            self._contexts[context] = self.pool.placeholder(len(context.token_ids), context.rows)
+            self._contexts[context] = self.pool.placeholder(len(context.token_ids), context.lengths)
         return self._contexts[context]
 
     def is_loaded(self, context: PackedContext) -> bool:
@@ -167,8 +169,8 @@ class PrefixCache(NoPrefixCache):
             request.block_hasher = BlockHasher(self.page, request.cache.cache_salt or "")
         return request.block_hasher.hashes(request.token_ids, start, stop)
 
-    def pages_needed(self, chain: Chain, rows: int) -> Ints:
-        pages = self.pool.cost(chain, rows - _num_tokens(chain), copy=self._copies(chain))
+    def pages_needed(self, chain: Chain, entries: int) -> Ints:
+        pages = self.pool.cost(chain, entries - _num_tokens(chain), copy=self._copies(chain))
         absent = [x.pages for x in chain if not self.pool.has(x)]
         return pages + absent[0] if absent else pages
 
@@ -183,8 +185,8 @@ class PrefixCache(NoPrefixCache):
         rest = self.pool.cost([x], tokens - x.tokens, copy=self._updates_metrics)
         return tokens <= self.pool.max_tokens and self.pool.fits_pages(x.pages + rest)
 
-    def has_free_pages(self, pages: Ints, chain: Chain) -> bool:
-        return self.pool.has_free_pages(pages, chain)
+    def make_room(self, pages: Ints, chain: Chain) -> bool:
+        return self.pool.make_room(pages, chain)
 
     def start(self, request: Request, chain: Chain) -> Ints | int:
         allocated = self.pages_needed(chain, _num_tokens(chain))

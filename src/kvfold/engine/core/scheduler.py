@@ -144,7 +144,7 @@ class Scheduler:
         if edited or self.compressions.may_compress_next(requests, self.num_steps):
             return None
         slots = [x.open_slot for x in requests]
-        if not self.pool.can_extend(slots, [1] * len(slots)):
+        if not self.pool.make_room_to_extend(slots, [1] * len(slots)):
             return None
         self.pool.extend(slots, [1] * len(slots))
         self.num_steps += 1
@@ -236,7 +236,7 @@ class Scheduler:
         """Schedule the requests that must progress (see `_must_run`). Compress, pre-empt or end
         others until their pages are free."""
         while scheduled := self._must_run():
-            if self.pool.has_free_pages(self._pages_needed(scheduled)):
+            if self.pool.make_room(self._pages_needed(scheduled)):
                 break
             if not (self.when.before_preempt and self.compressions.free_memory(self.num_steps)):
                 self._preempt()
@@ -325,7 +325,7 @@ class Scheduler:
         for request in prefills:
             tokens = self._chunk_tokens(request, budget)
             pages = pages + self._pages_needed({request: tokens})
-            if tokens < 1 or not self.pool.has_free_pages(pages):
+            if tokens < 1 or not self.pool.make_room(pages):
                 return
             scheduled[request] = tokens
             budget -= tokens
@@ -350,7 +350,7 @@ class Scheduler:
         if self._admission_postponed() and any(request.prefilled for request in self.running):
             return
         pages = self._pages_needed({x: x.entries_needed(self.headroom) for x in self.running})
-        if not self.pool.has_free_pages(pages):
+        if not self.pool.make_room(pages):
             return
         budget, overtaken, num_tried = self._prompt_budget(scheduled), None, 0
         for request in tuple(self.waiting):
@@ -368,7 +368,7 @@ class Scheduler:
             required = needed
             if not self.running:  # then it is admitted without headroom
                 required = self.prefix_cache.pages_needed(chain, request.num_pending)
-            if not self.prefix_cache.has_free_pages(pages + required, chain):
+            if not self.prefix_cache.make_room(pages + required, chain):
                 overtaken = overtaken or request
                 continue
             if overtaken is not None:

@@ -34,7 +34,7 @@ class PackedContext:
     """The remaining cache entries of a compressed context, as pages of a pool.
 
     token_ids: all N tokens of the context.
-    rows: int64 [G], number of remaining entries of each group.
+    lengths: int64 [G], number of remaining entries of each group (the file calls it `rows`).
     pages: uint8 [m, page bytes] per class, group after group. The pages also hold the entries'
         positions.
     origin: how it was packed: `key` (identifies model and layout), `settings` (fields of a
@@ -42,7 +42,7 @@ class PackedContext:
     """
 
     token_ids: tuple[int, ...]
-    rows: Ints
+    lengths: Ints
     pages: tuple[Tensor, ...]
     origin: Mapping[str, Any]
 
@@ -55,7 +55,7 @@ class PackedContext:
     def summary(self) -> str:
         """One line on its size and its loss."""
         report = self.origin["report"]
-        full_bytes, num_kept = report["full_bytes"], float(self.rows.mean())
+        full_bytes, num_kept = report["full_bytes"], float(self.lengths.mean())
         size = (
             f"{len(self.token_ids)} tokens, {num_kept:.0f} of them kept, in"
             f" {self.num_bytes / 1e6:.2f} MB of pages: {full_bytes / self.num_bytes:.1f}x smaller"
@@ -76,7 +76,7 @@ class PackedContext:
         """Write it to a safetensors file, completely or not at all. Raises OSError."""
         tensors = {
             "token_ids": torch.tensor(self.token_ids, dtype=torch.int32),
-            "rows": torch.from_numpy(self.rows).int(),
+            "rows": torch.from_numpy(self.lengths).int(),
             **{f"pages.{c}": x.contiguous() for c, x in enumerate(self.pages)},
         }
         about = {"format": FORMAT, **self.origin}
@@ -108,7 +108,7 @@ class PackedContext:
             raise ValueError(f"packed context {path}: {wrong}; pack the text again")
         return cls(
             token_ids=tuple(tensors.pop("token_ids").tolist()),
-            rows=tensors.pop("rows").long().numpy(),
+            lengths=tensors.pop("rows").long().numpy(),
             pages=tuple(tensors[f"pages.{c}"] for c in range(len(tensors))),
             origin={name: about[name] for name in ORIGIN},
         )
@@ -118,8 +118,8 @@ class PackedContext:
         packed = self.origin["key"]
         if packed["model"] != key["model"]:
             raise SettingError(
-                "`context` was packed with another model, whose rows mean nothing to this one: "
-                "pack the text again"
+                "`context` was packed with another model, whose token entries mean nothing to this "
+                "one: pack the text again"
             )
         if packed["layout"] != key["layout"]:
             said = ", ".join(f"{k}={v!r}" for k, v in self.origin["settings"].items())
@@ -151,10 +151,10 @@ def _wrong(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str | Non
     for name, (dtype, dims) in kinds.items():
         if tensors[name].dtype != dtype or tensors[name].dim() != dims:
             return f"{name} must be {dtype} in {dims} dimensions"
-    ids, rows = tensors["token_ids"], tensors["rows"]
+    ids, lengths = tensors["token_ids"], tensors["rows"]
     if not len(ids) or int(ids.min()) < 0:
         return "token ids must be at least one, and none below 0"
-    if not len(rows) or int(rows.min()) < 0 or not 0 < int(rows.max()) <= len(ids):
+    if not len(lengths) or int(lengths.min()) < 0 or not 0 < int(lengths.max()) <= len(ids):
         return f"rows must be in 0..{len(ids)}, the tokens that were read"
     if not any(x.numel() for name, x in tensors.items() if name not in ("token_ids", "rows")):
         return "its pages are empty"

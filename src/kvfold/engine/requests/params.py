@@ -150,13 +150,13 @@ class SamplingParams:
         """A copy with another `seed` or `max_new_tokens`. Other settings may be large, and a
         request may have many choices: they are shared, and not checked again."""
         known = settings_of(SamplingParams)
-        choice = copy(self)
+        changed = copy(self)
         for name, value in numbers.items():
             assert name in ("seed", "max_new_tokens"), name
             kind, setting = known[name]
             setting.check(name, value, kind)
-            object.__setattr__(choice, name, value)
-        return choice
+            object.__setattr__(changed, name, value)
+        return changed
 
     @property
     def identity_but_seed(self) -> tuple[int, ...]:

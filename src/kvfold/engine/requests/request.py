@@ -374,7 +374,8 @@ class Runner(Protocol):
         ...
 
     def needs_compression(self, request: Request) -> bool:
-        """Whether a request holds more pages than its budget."""
+        """Whether a request holds more pages than its budget and can be compressed. May drop cached
+        pages without readers, so that there is room for copies of those that it shares."""
         ...
 
     @property

@@ -211,7 +211,7 @@ def check_served(
     if windowed and cache.packs_pages:
         raise SettingError(
             f"`format={cache.format!r}`, `residual={cache.residual}`: this model's sliding window "
-            "drops old tokens row by row, and here they are packed together: leave both out and "
+            "drops old tokens one by one, and here they are packed together: leave both out and "
             "keep `bits`"
         )
     if policy is not None and windowed:
@@ -274,7 +274,7 @@ def layout_of(
     itemsize: int,
     device: str = "cpu",
 ) -> CacheLayout:
-    """The cache layout with which an engine stores a model.
+    """The page layouts with which an engine stores a model.
 
     config: the model's transformers config. compressed: its spec if it is compressed. itemsize:
         bytes of an unquantised number. Pages have the configured size, else the policy's published

@@ -19,7 +19,7 @@ def cache_summary(runner: ModelRunner, cache: CacheConfig) -> list[tuple[str, st
     tokens = pool.num_bytes / per_token
     num_requests = min(pool.num_slots, int(tokens / (pool.max_tokens * (keep_share or 1.0))))
     rows = [
-        ("pool", f"{pool.num_bytes / 2**20:.1f} MiB of {layout.page}-row pages"),
+        ("pool", f"{pool.num_bytes / 2**20:.1f} MiB of {layout.page}-entry pages"),
         ("fits", f"{int(tokens)} tokens; {num_requests} requests of {pool.max_tokens} tokens"),
         ("a token, uncompressed", f"{full_bytes} B at 16 bits"),
         ("dimensions kept", f"{num_bytes} B ({full_bytes / max(num_bytes, 1):.2f}x smaller)"),

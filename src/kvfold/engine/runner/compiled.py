@@ -164,7 +164,7 @@ class _DryContext(AttentionContext):
     """An attention context without a pool, for compilation: stores nothing, and all outputs are
     0."""
 
-    def attend(self, layer: LayerAttention, q: Tensor, rows: Tensor) -> Tensor:
+    def attend(self, layer: LayerAttention, q: Tensor, entries: Tensor) -> Tensor:
         return layer.merge_heads(q.new_zeros(*q.shape[:3], layer.value_columns.widest))
 
 

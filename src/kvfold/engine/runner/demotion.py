@@ -133,14 +133,14 @@ class Demoter:
         tile_tokens = max(NUMBERS // (len(slots) * specs[0].row_width * page), 1) * page
         for first in range(0, demoted_BT.shape[1], tile_tokens):
             tile = demoted_BT[:, first : first + tile_tokens]
-            sequence, row = tile.nonzero(as_tuple=True)
+            sequence, entry = tile.nonzero(as_tuple=True)
             later_pages = full_rank._replace(tables=full_rank.tables[..., first // page :])
             rest_lengths = (lengths - first).clamp(0, tile.shape[1])
-            rows = gather(later_pages, slots, rest_lengths, dtype, tile.shape[1]).rows[
-                sequence, row
+            entries = gather(later_pages, slots, rest_lengths, dtype, tile.shape[1]).rows[
+                sequence, entry
             ]
-            index = target[sequence, first + row][:, None].expand(-1, len(low_rank.groups))
-            append(low_rank, rows[:, columns], slots[sequence], index)
+            index = target[sequence, first + entry][:, None].expand(-1, len(low_rank.groups))
+            append(low_rank, entries[:, columns], slots[sequence], index)
 
 
 def low_rank_columns(full_rank: LayerSpec, low_rank: LayerSpec) -> Ints:

@@ -25,7 +25,8 @@ from kvfold.ops.common.launch import upload
 from kvfold.ops.store import move, read_tracked
 
 T = TypeVar("T")
-ROWS = 10_000_000  # most entries of all groups compressed at once; temporaries take 40 B for each
+# Most entries of all groups compressed at once; temporaries take 40 B for each.
+MAX_ENTRIES = 10_000_000
 
 
 @dataclass(frozen=True)
@@ -153,11 +154,11 @@ class Eviction:
             valid=valid,
             raw_metrics=metrics,
             sizes=lengths.max(1).tolist(),
-            # Rows leave their order where others go, never before.
+            # Entries leave their order where others go, never before.
             in_order=bool((lengths == np.array(computed)[:, None]).all()),
             layers=self.heads,
             needs=policy.scorer.needs,
-            source=self.attention.rows(index, valid.shape[2], computed),
+            source=self.attention.entries(index, valid.shape[2], computed),
             generator=self.generator,
             scale=self.pool.layout.spec.geometry.scaling,
             sinks=policy.sinks,
@@ -209,20 +210,20 @@ class Eviction:
         plans = [compaction(evicted[:, where], lengths[:, where]) for where in self.spans]
         for x in fitted:
             x.write(self.attention.view)
-        for where, ((sequence, *rows), _) in zip(self.spans, plans, strict=True):
-            move(pool.pages(where), slots[sequence], *rows)
+        for where, ((sequence, *entries), _) in zip(self.spans, plans, strict=True):
+            move(pool.pages(where), slots[sequence], *entries)
         return torch.cat([num_kept for _, num_kept in plans], 1)
 
 
-def chunks(work: list[T], rows: Ints) -> Iterator[list[T]]:
-    """Split sequences with rows [B, G] entries into batches of at most ROWS entries, padding
-    included, or of one sequence."""
+def chunks(work: list[T], lengths: Ints) -> Iterator[list[T]]:
+    """Split sequences with lengths [B, G] entries into batches of at most MAX_ENTRIES entries,
+    padding included, or of one sequence."""
     chunk: list[T] = []
     widest = 0
-    for item, num_entries in zip(work, rows, strict=True):
+    for item, num_entries in zip(work, lengths, strict=True):
         size = int(num_entries.max()) * len(num_entries)
         widest = max(widest, size)
-        if chunk and widest * (len(chunk) + 1) > ROWS:
+        if chunk and widest * (len(chunk) + 1) > MAX_ENTRIES:
             yield chunk
             chunk, widest = [], size
         chunk.append(item)

@@ -22,7 +22,7 @@ from kvfold.ops.common.launch import upload
 Evicts = Callable[[Request], bool]
 
 BATCHED_DEVICES = frozenset({"cuda"})  # device types on which prefill chunks form one call
-ROWS = 2**15  # most cache entries that such a call reads, padding included
+MAX_ENTRIES = 2**15  # most cache entries that such a call reads, padding included
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def _fits_call(call: list[_ChunkPart], part: _ChunkPart) -> bool:
     longest = max(x.end_position for x in (*call, part))
     shortest = call[0].count if part.observed else call[0].count / 2
     is_similar = part.observed == call[0].observed and part.count >= shortest
-    return is_similar and (len(call) + 1) * longest <= ROWS
+    return is_similar and (len(call) + 1) * longest <= MAX_ENTRIES
 
 
 def _metadata(view: PoolView, call: list[_ChunkPart], positions: Tensor) -> AttentionMetadata:

@@ -19,7 +19,7 @@ from torch import Tensor
 from kvfold.attention.base import LayerAttention
 from kvfold.attention.metadata import PoolView
 from kvfold.attention.paged import LayerHook
-from kvfold.attention.rows import gather_rows
+from kvfold.attention.rows import gather_entries
 from kvfold.cache.eviction.repair import FittedEntries, fit_to_attention
 from kvfold.engine.requests.request import Batch, Request, ScheduledChunk
 from kvfold.layout import CacheSpec, Geometry
@@ -102,18 +102,18 @@ class _Layer:
 
 
 class Fitted(NamedTuple):
-    """New entries [S, R] of a layer, to be written to row indices places [S, Hk] of sequence slots
-    [S], if keep [S, Hk] is set."""
+    """New entries [S, R] of a layer, to be written to entry indices places [S, Hk] of sequence
+    slots [S], if keep [S, Hk] is set."""
 
     layer: int
-    rows: Tensor
+    entries: Tensor
     slots: Tensor
     places: Tensor
     keep: Tensor
 
     def write(self, view: PoolView) -> None:
-        layer, *rows = self
-        rewrite(view.pages[layer], *rows)
+        layer, *entries = self
+        rewrite(view.pages[layer], *entries)
 
 
 class Repair:
@@ -179,7 +179,7 @@ class Repair:
     def _layer(self, index: int, slot: int, computed: int, evicted: Tensor) -> _Layer:
         maps: LayerAttention = self.modules[index].description
         slots = torch.tensor([slot], device=evicted.device)
-        stored = gather_rows(self.view, maps, slots, evicted.shape[1])
+        stored = gather_entries(self.view, maps, slots, evicted.shape[1])
         q = self._queries(index, slot, computed) * maps.scale
         k = maps.score_keys(stored.rows, None)[0]
         v = maps.value_columns.spread(maps.value_columns.gather(stored.rows))[0]
@@ -204,10 +204,10 @@ class Repair:
         maps: LayerAttention = self.modules[index].description
         indices, is_kept, k, v = fit
         sides = (maps.key_columns, k), (maps.value_columns, v)
-        rows = [x.compact(z.transpose(0, 1)[None])[0].flatten(1) for x, z in sides]
+        entries = [x.compact(z.transpose(0, 1)[None])[0].flatten(1) for x, z in sides]
         return Fitted(
             layer=index,
-            rows=torch.cat(rows, 1).to(self.view.dtype),
+            entries=torch.cat(entries, 1).to(self.view.dtype),
             slots=torch.full((indices.shape[1],), slot, device=indices.device),
             places=indices.T,
             keep=(is_kept & lost[:, None]).T,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvfold.attention.base import AttentionContext, LayerAttention
 from kvfold.attention.metadata import AttentionMetadata
-from kvfold.attention.observer import StepPart
+from kvfold.attention.observer import SequenceChunk
 from kvfold.attention.paged import PagedAttention, PagedContext
 from kvfold.attention.selector import PLAIN
 from kvfold.cache.eviction.policy import Policy
@@ -198,8 +198,10 @@ class ModelRunner:
             yield
             return
         starts = ((x.request, x.start) for x in batch.chunks)
-        parts = [StepPart(x.open_slot, x, start, self.eviction.evicts(x)) for x, start in starts]
-        with observer.step(parts, len(decodes(batch))):
+        chunks = [
+            SequenceChunk(x.open_slot, x, start, self.eviction.evicts(x)) for x, start in starts
+        ]
+        with observer.step(chunks, len(decodes(batch))):
             yield
 
     def _forward(self, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
@@ -235,8 +237,8 @@ class ModelRunner:
             index += range(-len(chunk.tokens), 0)
         fill = None
         if self.pool.layout.residual:
-            rows = (self.pool.host_lengths[slots, 0] + index).tolist()
-            fill = Fill.of(slots, rows, self.pool.layout.residual, self.device)
+            entries = (self.pool.host_lengths[slots, 0] + index).tolist()
+            fill = Fill.of(slots, entries, self.pool.layout.residual, self.device)
         calls = build_attention_metadata(
             self.attention.view, batch, positions, self.eviction.evicts
         )
@@ -247,10 +249,10 @@ class ModelRunner:
     # -- compression --------------------------------------------------------------------------
 
     def needs_compression(self, request: Request) -> bool:
-        """See `Runner`. False if there are no free pages to make shared pages private."""
+        """See `Runner`. False if there is no room to copy the pages that it shares."""
         if self.demoter is not None:
             return self.demoter.is_over(request)
-        return self.eviction.is_over(request) and self.pool.can_make_private(request.open_slot)
+        return self.eviction.is_over(request) and self.pool.make_room_to_copy(request.open_slot)
 
     @property
     def demotes(self) -> bool:

@@ -47,7 +47,7 @@ class Sampled:
         more = (logprobs.ids, logprobs.values) if logprobs else ()
         self._sent = Download(tokens.masked_fill(bad, BAD), *more)
 
-    def choices(self, params: Sequence[SamplingParams]) -> list["Choice"]:
+    def on_host(self, params: Sequence[SamplingParams]) -> list["SampledToken"]:
         """The sampled tokens on the host. Waits until the copy is done. params: those of the
         sampling."""
         tokens, *more = (x.tolist() for x in self._sent.wait())
@@ -57,13 +57,13 @@ class Sampled:
                 top = tuple(zip(ids[1:], values[1:], strict=True))[: params[row].logprobs]
                 logprobs[row] = TokenLogprobs(chosen=values[0], top=top)
         return [
-            Choice(token=None if token == BAD else token, logprobs=logprobs.get(i))
+            SampledToken(token=None if token == BAD else token, logprobs=logprobs.get(i))
             for i, token in enumerate(tokens)
         ]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class SampledToken:
     """One row's token, None if its logits were bad or its settings allow none (refusal: why), and
     its logprobs if it wants them."""
 

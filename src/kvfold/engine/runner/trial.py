@@ -130,7 +130,7 @@ def _lengths(runner: ModelRunner) -> list[int]:
         if tokens[-1] > pool.max_tokens:
             break
         none = np.zeros((len(tokens), len(pool.layout.groups)), dtype=np.int64)
-        if not pool.has_free_pages(pool.pages_needed(none, tokens)):
+        if not pool.make_room(pool.pages_needed(none, tokens)):
             break
         lengths = candidates
     return lengths
