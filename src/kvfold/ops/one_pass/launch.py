@@ -71,8 +71,8 @@ def plan_layers(
     slices, counted = plan_slices(lengths, None, cost, page, OVERHEAD, number, SMALLEST)
     width = power_of_two(max(widest_value(x) for x in layers))
     columns, parts = columns_of(layers[0][0], queries, reconstructed), number + counted.shape[1]
-    part = torch.empty(parts, columns, width, device=device)
-    part_ml = torch.empty(parts, 2, columns, device=device)
+    part = torch.empty(parts, columns, width, dtype=torch.float32, device=device)
+    part_ml = torch.empty(parts, 2, columns, dtype=torch.float32, device=device)
     return [OnePassPlan(slices.layer(i), part, part_ml) for i in range(len(layers))]
 
 
