@@ -160,7 +160,8 @@ def step_of(kind: str, decodes: int, chunks: int) -> Callable[[], None]:
                     layer,
                     cache,
                     partial(of_layer.score_space, *inputs),
-                    [*inputs, *of_layer.entry_tensors],
+                    [*inputs],
+                    of_layer.weights,
                     out,
                 )
             else:

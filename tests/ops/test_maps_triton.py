@@ -131,7 +131,8 @@ def test_entries_and_queries_are_the_reference_s(name: str, tokens: int) -> None
         close(x, y)
     assert found[0].transpose(0, 1).is_contiguous() and found[1].is_contiguous()
     alone, nothing = triton.score_space(maps, inputs[0], None, None)
-    assert nothing is None and torch.equal(alone, found[0])
+    assert nothing is None
+    close(alone, wanted[0])  # tiles of another size may round otherwise
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 17, 64])

@@ -1,5 +1,6 @@
 """Layers whose launches are recorded once and repeated give what each gives by itself."""
 
+import ctypes
 from functools import partial
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from kvfold.maps.engine_model import LayerProjections, served_layer
 from kvfold.maps.layer_maps import Maps
 from kvfold.maps.plain import full_spec
 from kvfold.models.families import family_of
-from kvfold.ops.common.recording import Recording
+from kvfold.ops.common.recording import Recording, Weights, launch_cuda
 from kvfold.vllm_plugin.blocks import BlockAttention, BlockStep, BlockView
 from kvfold.vllm_plugin.trial import check_attention
 from steps import DEVICE, backends, even, folded
@@ -125,7 +126,8 @@ class Blocks:
                     layer,
                     cache,
                     lambda x=projections, inputs=inputs: x.score_space(*inputs),
-                    [*inputs, *projections.entry_tensors],
+                    [*inputs],
+                    projections.weights,
                     out,
                 )
             outputs.append(out)
@@ -137,8 +139,8 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """The result of every replay."""
     results: list[bool] = []
 
-    def replay(self, inputs, *, own=Recording.replay) -> bool:
-        results.append(own(self, inputs))
+    def replay(self, inputs, weights, *, own=Recording.replay) -> bool:
+        results.append(own(self, inputs, weights))
         return results[-1]
 
     monkeypatch.setattr(Recording, "replay", replay)
@@ -182,21 +184,45 @@ def test_layers_with_limits_and_sinks(kind, replays, backend) -> None:
 
 def test_another_shape_is_not_replayed() -> None:
     a, b = torch.zeros(4, 8), torch.zeros(4, 8)
-    with Recording([a]) as recording:
+    with Recording([a], Weights([a])) as recording:
         pass
-    assert recording.replay([b])
-    assert not recording.replay([torch.zeros(4, 4)])
-    assert not recording.replay([torch.zeros(8, 4).T])
-    assert not recording.replay([torch.zeros(33)[1:].view(4, 8)])  # aligned otherwise
-    assert not recording.replay([a, b])
+    assert recording.replay([b], Weights([b]))
+    for other in (torch.zeros(4, 4), torch.zeros(8, 4).T, torch.zeros(33)[1:].view(4, 8)):
+        assert not recording.replay([other], Weights([other]))
+    assert not recording.replay([b, b], Weights([b]))
+    assert not recording.replay([b], Weights([torch.zeros(4, 4)]))
 
 
 def test_inputs_in_one_memory_move_together() -> None:
     both, other = torch.zeros(8, 8), torch.zeros(8, 8)
-    with Recording([both[:4], both[4:]]) as recording:
+    with Recording([both[:4], both[4:]], Weights([])) as recording:
         pass
-    assert recording.replay([other[:4], other[4:]])
-    assert not recording.replay([other[:4], both[4:]])
+    assert recording.replay([other[:4], other[4:]], Weights([]))
+    assert not recording.replay([other[:4], both[4:]], Weights([]))
+
+
+def test_a_cuda_kernel_gets_the_pointers_of_another_layer(monkeypatch) -> None:
+    launches = []
+
+    def launch(function, *sizes_and_arguments) -> int:
+        *sizes, _stream, parameters, _extra = sizes_and_arguments
+        kinds = ctypes.c_void_p, ctypes.c_int, ctypes.c_double, ctypes.c_void_p
+        values = [
+            ctypes.cast(at, ctypes.POINTER(kind)).contents.value
+            for at, kind in zip(parameters, kinds, strict=True)
+        ]
+        launches.append((function, sizes, values))
+        return 0
+
+    library = SimpleNamespace(cuLaunchKernel=launch)
+    monkeypatch.setattr(torch.cuda._utils, "_get_gpu_runtime_library", lambda: library)
+    a, b, step = torch.zeros(4, 8), torch.zeros(4, 8), torch.zeros(3)
+    with Recording([a], Weights([])) as recording:
+        launch_cuda(SimpleNamespace(func=5), 7, 32, [a[1:], 3, 0.5, step], 100)
+    assert recording.replay([b], Weights([]))
+    sizes = [7, 1, 1, 32, 1, 1, 100]
+    first, second = ([x[1:].data_ptr(), 3, 0.5, step.data_ptr()] for x in (a, b))
+    assert launches == [(5, sizes, first), (5, sizes, second)]
 
 
 def test_the_trial_finds_a_wrong_repetition(replays, backend, monkeypatch, caplog) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvfold.layout import Geometry, Latent, LayerSpec
 from kvfold.ops.common.attention import Tables, attention, rotate
 from kvfold.ops.common.head_products import map_latents, up_project
-from kvfold.ops.common.recording import contiguous, copy
+from kvfold.ops.common.recording import Weights, contiguous, copy
 from kvfold.ops.maps import OutputMaps, outputs
 from kvfold.ops.sinks import with_sinks
 
@@ -244,14 +244,14 @@ class LayerAttention(LayerShape):
         return self.merge_heads(out, mapped=first), weights
 
     @cached_property
-    def attention_tensors(self) -> tuple[Tensor, ...]:
+    def weights(self) -> Weights:
         """The layer's tensors that attention over pages reads, in an order that all layers
         share."""
         tensors = [self.key_up, self.key_mean, self.value_up, self.sinks]
         if (maps := self.output_maps) is not None:
             packed = () if maps.packed is None else (*maps.packed,)
             tensors += [maps.value_up, maps.mean, *packed]
-        return tuple(x for x in tensors if isinstance(x, Tensor))
+        return Weights(x for x in tensors if isinstance(x, Tensor))
 
     def with_sinks(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Add the layer's sinks to the softmax of a kernel's result, out [B, Hq, T, .] and lse fp32

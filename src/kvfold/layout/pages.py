@@ -15,7 +15,7 @@ is full and another row comes. Sizes are bytes unless a name says bits.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain
@@ -213,6 +213,11 @@ class LayerGroups(tuple[Group, ...]):
 
     def __hash__(self) -> int:
         return self._hash
+
+    @classmethod
+    def of(cls, groups: Iterable[Group]) -> tuple[Group, ...]:
+        """The groups as a tuple, unchanged if they are one."""
+        return groups if isinstance(groups, tuple) else cls(groups)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,6 +31,7 @@ from kvfold.models.adapter import PAGED, decoder_of
 from kvfold.models.foldable import check_causal
 from kvfold.models.rotary import RotaryTable
 from kvfold.models.rotate import tier_rotation
+from kvfold.ops.common.recording import Weights
 from kvfold.ops.maps import EntryMaps, OutputMaps, score_space
 from kvfold.utils.errors import SettingError
 
@@ -57,15 +58,16 @@ class LayerProjections:
         _projections[number] = self
 
     @cached_property
-    def entry_tensors(self) -> tuple[Tensor, ...] | None:
-        """All tensors that `score_space` reads besides its arguments, in an order that all layers
+    def weights(self) -> Weights | None:
+        """All tensors that `score_space` and attention over pages read, in an order that all layers
         share; None for maps whose projections are not recorded (`ops.common.recording`)."""
         maps = self.entry_maps
         if maps is None:
             return None
         tensors = [maps.key_up, maps.key_down, maps.key_shift, maps.value_down, maps.value_shift]
         packed = () if maps.packed is None else maps.packed
-        return (*tensors, *(x for x in packed if isinstance(x, Tensor)))
+        tensors += [x for x in packed if isinstance(x, Tensor)]
+        return Weights([*tensors, *self.layer.weights.tensors])
 
     def score_space(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, positions: Tensor | None = None

@@ -97,13 +97,14 @@ class MappedImpl(CachedImpl):
         if not self.reads_only:
             key, value = key[:tokens], value[:tokens]
         query, out = query[:tokens], output[:tokens].view(tokens, -1)
-        inputs = [query] if self.reads_only else [query, key, value]
-        if self.heads is None and (tensors := self.projections.entry_tensors) is not None:
+        weights = self.projections.weights if self.heads is None else None
+        if weights is not None:
             context.project_and_attend(
                 self.maps,
                 kv_cache,
                 lambda: self.score_space(query, key, value, positions),
-                [*inputs, *tensors],
+                [query] if self.reads_only else [query, key, value],
+                weights,
                 out,
             )
         else:

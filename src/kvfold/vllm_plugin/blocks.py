@@ -33,7 +33,7 @@ from kvfold.layout.pages import UNIT, CacheLayout, Group
 from kvfold.ops import store
 from kvfold.ops.common.pages import LayerPages
 from kvfold.ops.common.plan import cdiv
-from kvfold.ops.common.recording import Recording, copy
+from kvfold.ops.common.recording import Recording, Weights, copy
 
 # In order of preference; the first that supports a layer is used (`attention.selector`).
 DECODE: tuple[type[AttentionBackend], ...] = (TritonDecode, LatentDecode, NumbaDecode, Fallback)
@@ -276,31 +276,32 @@ class BlockContext:
         entries [N, R]: of the step's tokens; None if another layer stores them.
         """
         inputs = [q] if entries is None else [q, entries]
-        self.project_and_attend(layer, cache, lambda: (q, entries), inputs, out)
+        self.project_and_attend(layer, cache, lambda: (q, entries), inputs, layer.weights, out)
 
     def project_and_attend(
         self,
         layer: LayerAttention,
         cache: Tensor,
         project: Callable[[], tuple[Tensor, Tensor | None]],
-        inputs: Sequence[Tensor],
+        inputs: list[Tensor],
+        weights: Weights,
         out: Tensor,
     ) -> None:
         """Like `attend`, with the q and entries that `project` returns.
 
-        inputs: all tensors of the layer that `project` reads. What it computes from them is
-            recorded (`ops.common.recording`) and repeated for other layers.
+        inputs, weights: all tensors that `project` and attention read. What is computed from them
+            is recorded (`ops.common.recording`) and repeated for other layers.
         """
         kind = self.attention.kinds.get(layer.index)
         location = self.attention.location(layer.index, cache)
         if kind is None or self.step.max_lengths is None:
             self._attend(layer, location, *project(), out)
             return
-        tensors = [location.arena, out, *layer.attention_tensors, *inputs]
+        inputs += [location.arena, out]
         key = kind, location.blocks, location.stride, len(inputs)
         known = self.recordings.get(key)
-        if known is None or not known.replay(tensors):
-            with Recording(tensors) as recording:
+        if known is None or not known.replay(inputs, weights):
+            with Recording(inputs, weights) as recording:
                 self._attend(layer, location, *project(), out)
             if recording.nbytes <= MAX_KEPT_BYTES:
                 self.recordings[key] = recording

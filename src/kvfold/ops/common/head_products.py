@@ -15,6 +15,9 @@ def up_project(x: Tensor, weight: Tensor) -> Tensor:
     strides."""
     grouped = x.unflatten(1, (len(weight), -1))
     batch, _, queries, tokens, _ = grouped.shape
+    if batch == 1:
+        return compute(torch.matmul, grouped, weight.mT[:, None]).permute(0, 3, 1, 2, 4)
+    # One product a KV head for all sequences: with a token each, products by sequence are slow.
     vectors = contiguous(grouped.transpose(0, 1)).flatten(1, 3)
     products = compute(torch.bmm, vectors, weight.mT)
     return products.unflatten(1, (batch, queries, tokens)).permute(1, 3, 0, 2, 4)

@@ -12,13 +12,17 @@ tensor of the layer, or a result computed from one. Views are free.
 
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache, partial
+from importlib.metadata import version
+from operator import sub
 from types import TracebackType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+DIRECT = "3.6."  # versions of Triton with whose launcher `TritonLaunch` was tried
 ALIGNED = 16  # bytes; Triton compiles other code for pointers that are not divisible by it
 
 _thread = threading.local()
@@ -30,24 +34,36 @@ class Step(Protocol):
     def run(self, inputs: Sequence[Tensor], shifts: Sequence[int], stream: int) -> None: ...
 
 
+class Weights:
+    """Tensors of a layer that stay where they are, with what a replay asks about them."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self.tensors = list(tensors)
+        self.pointers = [x.data_ptr() for x in self.tensors]
+        self.shapes = [_shape(x) for x in self.tensors]
+
+
 class Recording:
     """The launches of one layer; see the module. Use it as a context manager while the layer runs.
 
-    inputs: the layer's tensors, which differ from layer to layer.
+    inputs, weights: the tensors that differ from layer to layer.
     """
 
-    def __init__(self, inputs: Sequence[Tensor]) -> None:
-        self.shapes = [_shape(x) for x in inputs]
-        self.pointers = [x.data_ptr() for x in inputs]
+    def __init__(self, inputs: Sequence[Tensor], weights: Weights) -> None:
+        self.weights, self.shapes = weights, [_shape(x) for x in inputs]
+        self.pointers = [x.data_ptr() for x in inputs] + weights.pointers
         self.device = inputs[0].device
         self.steps: list[Step] = []
-        self.kept: dict[int, Tensor] = {}  # tensors that launches use, by storage
+        self.used: dict[int, Tensor] = {}  # tensors that launches use, by storage
         self.storages: dict[int, int] = {}  # pointer of a storage -> first input in it
-        for i, x in enumerate(inputs):
-            if x.numel():
-                self.storages.setdefault(x.untyped_storage().data_ptr(), i)
-        owners = (self.storages.get(x.untyped_storage().data_ptr(), -1) for x in inputs)
-        self.owners = [i if owner < 0 else owner for i, owner in enumerate(owners)]
+        self.together: list[tuple[int, int]] = []  # inputs in one storage
+        self.inputs = [*inputs, *weights.tensors]
+        for i, x in enumerate(self.inputs):
+            if not x.numel():
+                continue
+            first = self.storages.setdefault(x.untyped_storage().data_ptr(), i)
+            if first != i:
+                self.together.append((first, i))
 
     def __enter__(self) -> "Recording":
         assert recording() is None, "a layer is being recorded"
@@ -58,43 +74,41 @@ class Recording:
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         _thread.recording = None
+        self.inputs = []
 
-    def replay(self, inputs: Sequence[Tensor]) -> bool:
-        """Launch everything with `inputs` in place of the recorded layer's. Returns False, with
-        nothing launched, if they have other shapes, or lie in memory in another way."""
-        if len(inputs) != len(self.pointers):
+    def replay(self, inputs: Sequence[Tensor], weights: Weights) -> bool:
+        """Launch everything with another layer's tensors. Returns False, with nothing launched, if
+        they have other shapes, or lie in memory in another way."""
+        if [_shape(x) for x in inputs] != self.shapes or weights.shapes != self.weights.shapes:
             return False
-        shifts = [x.data_ptr() - at for x, at in zip(inputs, self.pointers, strict=True)]
+        pointers = [x.data_ptr() for x in inputs] + weights.pointers
+        shifts = list(map(sub, pointers, self.pointers))
         if any(shift % ALIGNED for shift in shifts):
             return False
-        if any(shifts[i] != shifts[owner] for i, owner in enumerate(self.owners)):
+        if any(shifts[a] != shifts[b] for a, b in self.together):
             return False
-        if any(_shape(x) != shape for x, shape in zip(inputs, self.shapes, strict=True)):
-            return False
-        stream = _stream(self.device)
+        stream, tensors = _stream(self.device), [*inputs, *weights.tensors]
         for step in self.steps:
-            step.run(inputs, shifts, stream)
+            step.run(tensors, shifts, stream)
         return True
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors that the recording keeps, besides the inputs."""
-        return sum(x.untyped_storage().nbytes() for x in self.kept.values())
-
-    def input_of(self, tensor: Tensor) -> int | None:
-        """The input whose memory `tensor` lies in; None if it is no layer's, and then kept."""
-        storage = tensor.untyped_storage().data_ptr()
-        which = self.storages.get(storage)
-        if which is None:
-            self.kept[storage] = tensor
-        return which
+        return sum(x.untyped_storage().nbytes() for x in self.used.values())
 
     def moved(self, values: Sequence[Any]) -> list[tuple[int, int]]:
-        """(index of a value, input that it lies in) of all tensors among `values` that move."""
+        """(index of a value, input that it lies in) of all tensors among `values` that move. The
+        others are kept."""
         places = []
         for i, value in enumerate(values):
-            if isinstance(value, Tensor) and (which := self.input_of(value)) is not None:
-                places.append((i, which))
+            if isinstance(value, Tensor):
+                storage = value.untyped_storage().data_ptr()
+                which = self.storages.get(storage)
+                if which is None:
+                    self.used[storage] = value
+                else:
+                    places.append((i, which))
         return places
 
 
@@ -110,16 +124,12 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     if active is None:
         return
     if compiled is None:  # interpreted
-        names = list(options)
-        active.steps.append(
-            Call(
-                active,
-                lambda *values: kernel[grid](
-                    *values[: len(args)], **dict(zip(names, values[len(args) :], strict=True))
-                ),
-                (*args, *options.values()),
-            )
-        )
+        names, count = list(options), len(args)
+
+        def interpreted(*values: Any) -> None:
+            kernel[grid](*values[:count], **dict(zip(names, values[count:], strict=True)))
+
+        active.steps.append(Call(active, interpreted, (*args, *options.values())))
     else:
         active.steps.append(TritonLaunch(active, kernel, compiled, grid, args, options))
 
@@ -139,15 +149,22 @@ def launch_cuda(
     active.steps.append(step)
 
 
-def compute(function: Callable[..., Tensor], *args: Any) -> Tensor:
-    """`function(*args)`: a PyTorch operation that is repeated for other layers, then with the
-    result's memory as `out`."""
-    result = function(*args)
+def compute(function: Callable[..., Tensor], *args: Any, out: Tensor | None = None) -> Tensor:
+    """`function(*args)`, a PyTorch operation, into `out` if it is given. It is repeated for other
+    layers with the result's memory as `out`. Autograd works outside of a recording."""
     active = recording()
+    if out is None:
+        result = function(*args)
+    elif active is None and torch.is_grad_enabled():  # which `out=` does not support
+        result = out.copy_(function(*args))
+    else:
+        result = function(*args, out=out)
     if active is not None:
-        active.steps.append(
-            Call(active, lambda *values: function(*values[:-1], out=values[-1]), (*args, result))
-        )
+
+        def repeated(*values: Any) -> None:
+            function(*values[:-1], out=values[-1])
+
+        active.steps.append(Call(active, repeated, (*args, result)))
     return result
 
 
@@ -157,15 +174,6 @@ def copy(to: Tensor, source: Tensor) -> Tensor:
     active = recording()
     if active is not None:
         active.steps.append(Call(active, torch.Tensor.copy_, (to, source)))
-    return to
-
-
-def add(a: Tensor, b: Tensor, to: Tensor) -> Tensor:
-    """Write a + b to `to`."""
-    torch.add(a, b, out=to)
-    active = recording()
-    if active is not None:
-        active.steps.append(Call(active, lambda *x: torch.add(x[0], x[1], out=x[2]), (a, b, to)))
     return to
 
 
@@ -183,19 +191,35 @@ class TritonLaunch:
         self, active: Recording, kernel: Any, compiled: Any, grid: tuple[int, ...],
         args: tuple[Any, ...], options: dict[str, Any],
     ) -> None:  # fmt: skip
-        known = {name: x for name, x in options.items() if name in kernel.signature.parameters}
-        bound = kernel.signature.bind(*args, **known)
-        bound.apply_defaults()
-        values = list(bound.arguments.values())
-        self.launch = compiled[(*grid, 1, 1)[:3]]
-        self.values = [x.data_ptr() if isinstance(x, Tensor) else x for x in values]
-        self.moved = [(i, which, self.values[i]) for i, which in active.moved(values)]
+        rest = (options.get(name, default) for name, default in _parameters(kernel)[len(args) :])
+        values, sizes = [*args, *rest], (*grid, 1, 1)[:3]
+        pointers = [x.data_ptr() if isinstance(x, Tensor) else x for x in values]
+        if triton_version().startswith(DIRECT):
+            # What `compiled[grid](.., stream=stream)` does, without hooks of profilers.
+            hooks = None, None, None
+            head = [*sizes, 0, compiled.function, compiled.packed_metadata, *hooks]
+            self.launch, self.stream = compiled.run, 3
+        else:
+            head = [0]
+            self.launch, self.stream = partial(_launch_on, compiled[sizes]), 0
+        self.values = head + pointers
+        self.moved = [(i + len(head), which, pointers[i]) for i, which in active.moved(values)]
 
     def run(self, inputs: Sequence[Tensor], shifts: Sequence[int], stream: int) -> None:
         values = self.values
+        values[self.stream] = stream
         for i, which, pointer in self.moved:
             values[i] = pointer + shifts[which]
-        self.launch(*values, stream=stream)
+        self.launch(*values)
+
+
+def _launch_on(launch: Callable[..., None], stream: int, *values: Any) -> None:
+    launch(*values, stream=stream)
+
+
+@lru_cache
+def triton_version() -> str:
+    return version("triton")
 
 
 class CudaLaunch:
@@ -218,7 +242,8 @@ class CudaLaunch:
         result = self.library.cuLaunchKernel(
             self.function, *self.sizes, ctypes.c_void_p(stream), self.parameters, None
         )
-        torch.cuda._utils._check_cuda(result)
+        if result:
+            torch.cuda._utils._check_cuda(result)
 
 
 class Call:
@@ -228,20 +253,41 @@ class Call:
         self, active: Recording, function: Callable[..., Any], args: tuple[Any, ...]
     ) -> None:
         self.function, self.args = function, list(args)
-        self.moved = [(i, which, args[i], args[i].data_ptr()) for i, which in active.moved(args)]
+        self.moved = [(i, which, _view(args[i], active, which)) for i, which in active.moved(args)]
+        for i, _, _ in self.moved:
+            self.args[i] = None  # the recorded layer's tensor is not kept
 
     def run(self, inputs: Sequence[Tensor], shifts: Sequence[int], stream: int) -> None:
-        args = self.args
-        for i, which, tensor, pointer in self.moved:
-            args[i] = _at(tensor, inputs[which], pointer + shifts[which])
+        args = list(self.args)
+        for i, which, view in self.moved:
+            args[i] = view(inputs[which])
         self.function(*args)
 
 
-def _at(like: Tensor, owner: Tensor, pointer: int) -> Tensor:
-    """A tensor like `like` at an address in the memory of `owner`."""
+def _view(tensor: Tensor, active: Recording, which: int) -> Callable[[Tensor], Tensor]:
+    """A function that returns, for an input of another layer, the view of it that `tensor` is of
+    the recorded layer's input `which`."""
+    owner = active.inputs[which]
+    if tensor.dtype is not owner.dtype:
+        offset = tensor.data_ptr() - owner.data_ptr()
+        return partial(_other_dtype, like=tensor.new_empty(0), shape=_shape(tensor), offset=offset)
+    offset = (tensor.data_ptr() - owner.data_ptr()) // owner.itemsize
+    shape, stride, _ = _shape(tensor)
+    if (shape, stride, offset) == (owner.shape, owner.stride(), 0):
+        return lambda x: x
+    return lambda x: x.as_strided(shape, stride, x.storage_offset() + offset)
+
+
+def _other_dtype(owner: Tensor, *, like: Tensor, shape: Any, offset: int) -> Tensor:
     storage = owner.untyped_storage()
-    offset = (pointer - storage.data_ptr()) // like.itemsize
-    return like.new_empty(0).set_(storage, offset, like.shape, like.stride())
+    first = (owner.data_ptr() + offset - storage.data_ptr()) // like.itemsize
+    return like.new_empty(0).set_(storage, first, *shape[:2])
+
+
+@lru_cache
+def _parameters(kernel: Any) -> list[tuple[str, Any]]:
+    """The parameters of a Triton kernel with their defaults."""
+    return [(name, x.default) for name, x in kernel.signature.parameters.items()]
 
 
 def _shape(x: Tensor) -> tuple[Any, ...]:

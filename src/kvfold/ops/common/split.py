@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.layout.pages import Group
+from kvfold.layout.pages import Group, LayerGroups
 from kvfold.ops.common.launch import multiprocessors
 from kvfold.ops.common.pieces import value_heads, value_pieces
 from kvfold.ops.common.plan import Slices, columns_of, padded_queries
@@ -71,7 +71,7 @@ def plan_split(
         token entries of a layer, all its groups together.
     """
     device, first = lengths.device, layers[0]
-    values = [value_pieces(tuple(x), queries, device) for x in layers]
+    values = [value_pieces(LayerGroups.of(x), queries, device) for x in layers]
     counts = lengths.unflatten(1, (len(layers), -1))  # [B, L, G]
     spans = (-(-counts.transpose(0, 1) // SPAN)).flatten(1)
     bases = (spans.cumsum(1) - spans).int()

@@ -47,7 +47,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvfold.layout.pages import CacheLayout, Group
+from kvfold.layout.pages import CacheLayout, Group, LayerGroups
 from kvfold.ops.backend import Operation
 from kvfold.ops.common import pieces
 from kvfold.ops.common.pages import LayerPages
@@ -136,7 +136,8 @@ def plan_layers(
         plans: list[Any] = module.plan_layers(served_layers, counts, queries, rows, **options)
         return plans
 
-    return DECODE.plan(lengths.device.type, [(tuple(groups), limited) for groups in layers], make)
+    data = [(LayerGroups.of(x), limited) for x in layers]
+    return DECODE.plan(lengths.device.type, data, make)
 
 
 def decode(

@@ -21,7 +21,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kvfold.layout.pages import Group
+from kvfold.layout.pages import Group, LayerGroups
 from kvfold.ops import one_pass
 from kvfold.ops.common.attention import LOG2_E
 from kvfold.ops.common.launch import launch_options
@@ -63,12 +63,13 @@ def plan_layers(
 
     cuts: tuning of both passes, which also rules out one pass; None: the fastest.
     """
+    layers, device = [LayerGroups.of(x) for x in layers], lengths.device
     may_use_one_pass = cuts is None and not limited and rows >= one_pass.ROWS
-    if may_use_one_pass and all(one_pass.serves(tuple(x), queries, lengths.device) for x in layers):
+    if may_use_one_pass and all(one_pass.serves(x, queries, device) for x in layers):
         return one_pass.plan_layers(layers, lengths, queries)
-    keys = [key_pieces(tuple(x), queries, lengths.device) for x in layers]
+    keys = [key_pieces(x, queries, device) for x in layers]
     tables = [(x.table, x.cost) for x in keys]
-    wide = not all(held(tuple(x), queries, lengths.device) for x in layers)
+    wide = not all(held(x, queries, device) for x in layers)
     tunings = cuts or (WIDE if wide else SCORES, VALUES)
     plans = plan_split(layers, tables, lengths, queries, rows, *tunings)
     return [replace(plan, wide=wide) for plan in plans]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvfold.ops.backend import Operation
-from kvfold.ops.common.recording import add
+from kvfold.ops.common.recording import compute
 
 __all__ = ["MAPS", "EntryMaps", "OutputMaps", "outputs", "score_space", "with_mean"]
 
@@ -118,7 +118,7 @@ def with_mean(maps: OutputMaps, out: Tensor, into: Tensor | None = None) -> Tens
     if torch.is_grad_enabled() and out.requires_grad:
         return (out + maps.mean[:, None]).flatten(2)
     to = out.new_empty(*out.shape[:2], maps.output_width) if into is None else into
-    add(out, maps.mean[:, None], to.view(out.shape))
+    compute(torch.add, out, maps.mean[:, None], out=to.view(out.shape))
     return to
 
 

@@ -26,29 +26,33 @@ def score_space(
 ) -> tuple[Tensor, Tensor | None]:
     """Like `ops.maps.score_space`."""
     grouped = query.unflatten(1, (len(maps.key_up), -1)).permute(1, 2, 0, 3)
-    products = compute(torch.bmm, contiguous(grouped).flatten(1, 2), maps.key_up)
-    q = products.unflatten(1, grouped.shape[1:3]).flatten(0, 1)
+    q = query.new_empty(*query.shape[:2], maps.key_up.shape[2])  # the layout that decoding reads
+    to = q.unflatten(1, grouped.shape[:2]).permute(1, 2, 0, 3)
+    compute(torch.matmul, grouped, maps.key_up[:, None], out=to)
     if key is None or value is None:
-        return q, None
+        return q.transpose(0, 1), None
     if value.stride()[1:] != (value.shape[2], 1):
         value = contiguous(value)
     latents = value.view(len(value), *maps.value_down.shape[:2]).transpose(0, 1)
-    keys = compute(_product_less, maps.key_shift[:, None], key.transpose(0, 1), maps.key_down)
-    values = compute(_product_less, maps.value_shift[:, None], latents, maps.value_down)
-    return q, compute(_entries, maps, keys, values)
+    keys = maps.key_shift[:, None], key.transpose(0, 1), maps.key_down
+    values = maps.value_shift[:, None], latents, maps.value_down
+    sides = (keys, maps.key_ranks), (values, maps.value_ranks)
+    entries = query.new_empty(len(query), maps.entry_width)
+    parts = entries[:, : sum(maps.key_ranks)], entries[:, sum(maps.key_ranks) :]
+    for part, (factors, ranks) in zip(parts, sides, strict=True):
+        widest = factors[-1].shape[2]
+        if all(rank == widest for rank in ranks):
+            to = part.unflatten(1, (len(ranks), widest)).transpose(0, 1)
+            compute(_product_less, *factors, out=to)
+        else:
+            compute(_without_padding, compute(_product_less, *factors), ranks, out=part)
+    return q.transpose(0, 1), entries
 
 
-def _entries(maps: EntryMaps, keys: Tensor, values: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Return cache entries [N, R] of keys [Hk, N, r] and values [n, N, s]."""
-    parts = _parts(keys, maps.key_ranks) + _parts(values, maps.value_ranks)
+def _without_padding(z: Tensor, ranks: tuple[int, ...], *, out: Tensor | None = None) -> Tensor:
+    """The first ranks[i] columns of every latent of z [n, N, r] side by side: [N, .]."""
+    parts = [latent[:, :rank] for latent, rank in zip(z, ranks, strict=True)]
     return torch.cat(parts, 1, out=out)
-
-
-def _parts(z: Tensor, ranks: tuple[int, ...]) -> list[Tensor]:
-    """Return latents z [n, N, r] without padding: tensors [N, .] to concatenate."""
-    if all(rank == z.shape[2] for rank in ranks):
-        return [z.transpose(0, 1).flatten(1)]
-    return [latent[:, :rank] for latent, rank in zip(z, ranks, strict=True)]
 
 
 def outputs(maps: OutputMaps, out: Tensor, into: Tensor | None = None) -> Tensor:
