@@ -39,9 +39,10 @@ from kvfold.ops.common.recording import Recording, Weights, copy
 DECODE: tuple[type[AttentionBackend], ...] = (TritonDecode, LatentDecode, NumbaDecode, Fallback)
 PREFILL: tuple[type[AttentionBackend], ...] = (TritonPrefill, Fallback)
 LONG_CHUNK = 1024  # tokens of a prefill chunk with enough tiles to fill a GPU
-# Of a recording: the cached entries of some 50K tokens. With longer prompts the GPU takes longer
-# than the host.
-MAX_KEPT_BYTES = 128 << 20
+# Tokens of a step's prompts up to which launches are repeated. Until the step ends, a recording
+# keeps the prompts' entries that it has gathered; with more of them the GPU takes longer than the
+# host.
+MAX_PROMPT_TOKENS = 1 << 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,10 +106,8 @@ class BlockAttention:
         are layers of which there is only one, and those of which not all is recorded."""
         kinds: dict[int, Hashable] = {}
         for i, layer in self.layers.items():
-            groups, backends = (
-                self.view.layout.groups_of_layer(i),
-                (self.decode[i], self.prefill[i]),
-            )
+            groups = self.view.layout.groups_of_layer(i)
+            backends = self.decode[i], self.prefill[i]
             stored = store.STORE.which(self.view.device.type, groups)
             if stored == "triton" and all(backend.replays(layer) for backend in backends):
                 pages = tuple((group.heads, group.layout) for group in groups)
@@ -257,6 +256,9 @@ class BlockContext:
         self.zeros = torch.zeros_like(self.slots)
         self.parts = self._parts()
         self.backends = {x: make(self.view) for x, make in attention.backend_factories.items()}
+        lengths = step.max_lengths  # None while a graph is captured
+        prompts = 0 if lengths is None else sum(lengths[step.num_decodes :])
+        self.repeats = lengths is not None and prompts <= MAX_PROMPT_TOKENS
         self.recordings: dict[Hashable, Recording] = {}
         self.tables: dict[tuple[int, ...], Tensor] = {}
         self.indices: dict[int, tuple[Tensor, Tensor]] = {}  # by number of groups
@@ -283,7 +285,7 @@ class BlockContext:
         layer: LayerAttention,
         cache: Tensor,
         project: Callable[[], tuple[Tensor, Tensor | None]],
-        inputs: list[Tensor],
+        inputs: Sequence[Tensor],
         weights: Weights,
         out: Tensor,
     ) -> None:
@@ -294,17 +296,15 @@ class BlockContext:
         """
         kind = self.attention.kinds.get(layer.index)
         location = self.attention.location(layer.index, cache)
-        if kind is None or self.step.max_lengths is None:
+        if kind is None or not self.repeats:
             self._attend(layer, location, *project(), out)
             return
-        inputs += [location.arena, out]
+        inputs = [*inputs, location.arena, out]
         key = kind, location.blocks, location.stride, len(inputs)
         known = self.recordings.get(key)
         if known is None or not known.replay(inputs, weights):
-            with Recording(inputs, weights) as recording:
+            with Recording(inputs, weights) as self.recordings[key]:
                 self._attend(layer, location, *project(), out)
-            if recording.nbytes <= MAX_KEPT_BYTES:
-                self.recordings[key] = recording
 
     def _attend(
         self,

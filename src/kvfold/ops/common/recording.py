@@ -54,7 +54,7 @@ class Recording:
         self.pointers = [x.data_ptr() for x in inputs] + weights.pointers
         self.device = inputs[0].device
         self.steps: list[Step] = []
-        self.used: dict[int, Tensor] = {}  # tensors that launches use, by storage
+        self.used: list[Tensor] = []  # other tensors of its launches, which must stay alive
         self.storages: dict[int, int] = {}  # pointer of a storage -> first input in it
         self.together: list[tuple[int, int]] = []  # inputs in one storage
         self.inputs = [*inputs, *weights.tensors]
@@ -92,21 +92,15 @@ class Recording:
             step.run(tensors, shifts, stream)
         return True
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensors that the recording keeps, besides the inputs."""
-        return sum(x.untyped_storage().nbytes() for x in self.used.values())
-
     def moved(self, values: Sequence[Any]) -> list[tuple[int, int]]:
         """(index of a value, input that it lies in) of all tensors among `values` that move. The
         others are kept."""
         places = []
         for i, value in enumerate(values):
             if isinstance(value, Tensor):
-                storage = value.untyped_storage().data_ptr()
-                which = self.storages.get(storage)
+                which = self.storages.get(value.untyped_storage().data_ptr())
                 if which is None:
-                    self.used[storage] = value
+                    self.used.append(value)
                 else:
                     places.append((i, which))
         return places
@@ -194,7 +188,7 @@ class TritonLaunch:
         rest = (options.get(name, default) for name, default in _parameters(kernel)[len(args) :])
         values, sizes = [*args, *rest], (*grid, 1, 1)[:3]
         pointers = [x.data_ptr() if isinstance(x, Tensor) else x for x in values]
-        if triton_version().startswith(DIRECT):
+        if _triton_version().startswith(DIRECT):
             # What `compiled[grid](.., stream=stream)` does, without hooks of profilers.
             hooks = None, None, None
             head = [*sizes, 0, compiled.function, compiled.packed_metadata, *hooks]
@@ -218,7 +212,7 @@ def _launch_on(launch: Callable[..., None], stream: int, *values: Any) -> None:
 
 
 @lru_cache
-def triton_version() -> str:
+def _triton_version() -> str:
     return version("triton")
 
 
