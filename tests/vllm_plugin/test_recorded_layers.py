@@ -25,12 +25,12 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning"),
 ]
-BLOCK, LAYERS, DTYPE = 16, 3, torch.float16
+BLOCK, LAYERS, DTYPE = 16, 2, torch.float16
 # (tokens stored before, new tokens) of the requests of a step; decoding ones first.
 STEPS = {
-    "chunks": ((0, 9), (0, 17)),
-    "decodes": ((18, 1), (33, 1)),
-    "mixed": ((18, 1), (33, 1), (7, 12), (0, 5)),
+    "chunks": ((0, 5), (0, 17)),
+    "decodes": ((5, 1), (17, 1)),
+    "mixed": ((5, 1), (17, 1), (3, 5), (0, 2)),
 }
 
 
@@ -159,14 +159,22 @@ def check(blocks: Blocks, requests, replays: list[bool]) -> None:
     assert torch.equal(got_bytes, want_bytes)
 
 
-@pytest.mark.parametrize("recipe", ["fast", "swift"])
+@pytest.mark.parametrize("recipe", [pytest.param("fast", marks=pytest.mark.slow), "swift"])
 def test_folded_layers(recipe: str, replays, backend) -> None:
     backend("triton")
     check(Blocks(*folded_layers(recipe), None), STEPS["mixed"], replays)
 
 
-@pytest.mark.parametrize("few", [4, 256])
-@pytest.mark.parametrize(("bits", "requests"), [(None, "chunks"), (4, "mixed"), (8, "decodes")])
+@pytest.mark.parametrize(
+    ("bits", "requests", "few"),
+    [
+        (4, "mixed", 4),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((4, "mixed", 256), (None, "chunks", 4), (8, "decodes", 256))
+        ),
+    ],
+)
 def test_layers_with_maps(
     bits: int | None, requests: str, few: int, replays, backend, monkeypatch
 ) -> None:
@@ -176,7 +184,14 @@ def test_layers_with_maps(
     check(Blocks(*mapped_layers(), bits), STEPS[requests], replays)
 
 
-@pytest.mark.parametrize("kind", [{"window": 9}, {"sinks": True}, {"softcap": 5.0}])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"sinks": True},
+        pytest.param({"window": 9}, marks=pytest.mark.slow),
+        pytest.param({"softcap": 5.0}, marks=pytest.mark.slow),
+    ],
+)
 def test_layers_with_limits_and_sinks(kind, replays, backend) -> None:
     backend("triton")
     check(Blocks(*mapped_layers(**kind), 8), STEPS["mixed"], replays)
@@ -228,6 +243,7 @@ def test_a_cuda_kernel_gets_the_pointers_of_another_layer(monkeypatch) -> None:
 def test_the_trial_finds_a_wrong_repetition(replays, backend, monkeypatch, caplog) -> None:
     """Then launches are not repeated."""
     backend("triton")
+    monkeypatch.setattr("kvfold.vllm_plugin.trial.CHUNK", 6)
     blocks = Blocks(*mapped_layers(), 8)
     layers = [
         SimpleNamespace(
