@@ -19,7 +19,6 @@ from kvfold.attention.metadata import AttentionMetadata, CacheView
 from kvfold.attention.observer import Observer
 from kvfold.layout.pages import Group
 from kvfold.ops import decode, latent_decode, observe
-from kvfold.ops.common.recording import contiguous
 from kvfold.ops.decode import Limits
 from kvfold.ops.latent_decode import KeyMaps
 
@@ -169,7 +168,7 @@ class LatentDecode(AttentionBackend):
         self, layer: LayerAttention, part: AttentionMetadata, q: Tensor, into: Tensor | None = None
     ) -> Tensor:
         """q [B, Hq, 1, d], rotated -> [B, 1, W]."""
-        q = contiguous(q[:, :, 0])
+        q = q[:, :, 0].contiguous()
         if not self.plans:
             self._plan(part, q)
         inputs = self.view.pages[layer.index], part.slots, layer.scale

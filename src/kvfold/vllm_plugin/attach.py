@@ -97,19 +97,14 @@ class MappedImpl(CachedImpl):
         if not self.reads_only:
             key, value = key[:tokens], value[:tokens]
         query, out = query[:tokens], output[:tokens].view(tokens, -1)
-        weights = self.projections.weights if self.heads is None else None
-        if weights is not None:
-            context.project_and_attend(
-                self.maps,
-                kv_cache,
-                lambda: self.score_space(query, key, value, positions),
-                [query] if self.reads_only else [query, key, value],
-                weights,
-                out,
-            )
-        else:
-            q, entries = self.score_space(query, key, value, positions)
-            context.attend(self.maps, kv_cache, q, entries, out)
+        context.project_and_attend(
+            self.maps,
+            kv_cache,
+            lambda: self.score_space(query, key, value, positions),
+            [query] if self.reads_only else [query, key, value],
+            self.projections.weights if self.heads is None else None,  # no gathering is recorded
+            out,
+        )
         return output
 
     def sample_inputs(self, positions: Tensor) -> tuple[Tensor, Tensor]:

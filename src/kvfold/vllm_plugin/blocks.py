@@ -286,17 +286,18 @@ class BlockContext:
         cache: Tensor,
         project: Callable[[], tuple[Tensor, Tensor | None]],
         inputs: Sequence[Tensor],
-        weights: Weights,
+        weights: Weights | None,
         out: Tensor,
     ) -> None:
         """Like `attend`, with the q and entries that `project` returns.
 
         inputs, weights: all tensors that `project` and attention read. What is computed from them
-            is recorded (`ops.common.recording`) and repeated for other layers.
+            is recorded (`ops.common.recording`) and repeated for other layers, unless weights is
+            None.
         """
         kind = self.attention.kinds.get(layer.index)
         location = self.attention.location(layer.index, cache)
-        if kind is None or not self.repeats:
+        if kind is None or weights is None or not self.repeats:
             self._attend(layer, location, *project(), out)
             return
         inputs = [*inputs, location.arena, out]
