@@ -72,6 +72,10 @@ class Server(uvicorn.Server):
         else:
             os._exit(INTERRUPTED)
 
+    @property
+    def interrupted_twice(self) -> bool:
+        return self._stop_now is not None
+
     async def _end_process(self) -> None:
         """Cancel all requests, so that their clients get an error, and end the process.
 
@@ -80,10 +84,12 @@ class Server(uvicorn.Server):
         tasks = tuple(self.server_state.tasks)
         for task in tasks:
             task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=SECONDS)
-        say("stopped")
-        os._exit(INTERRUPTED)
+        try:
+            if tasks:
+                await asyncio.wait(tasks, timeout=SECONDS)
+        finally:  # also where uvicorn's own shutdown ends first, and with it the event loop
+            say("stopped")
+            os._exit(INTERRUPTED)
 
 
 def stopping(num_requests: int, sig: int) -> str:
@@ -134,6 +140,8 @@ def run(
         server.run(sockets=[listener])
     except KeyboardInterrupt:  # uvicorn raises the signal again after it has drained
         say("stopped")
+        if server.interrupted_twice:
+            os._exit(INTERRUPTED)
 
 
 def say(line: str) -> None:
