@@ -14,10 +14,11 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -43,7 +44,7 @@ from kvfold.models.families import family_of
 from kvfold.ops import one_pass
 from kvfold.ops.one_pass import launch
 from kvfold.vllm_plugin.blocks import BlockAttention, BlockStep, BlockView
-from kvfold.vllm_plugin.weights import empty_layer
+from kvfold.vllm_plugin.weights import empty_layer, rotary_table
 from lab.variants import VARIANTS
 
 SHAPE, LAYERS = "llama-3.1-8b", 32
@@ -79,6 +80,7 @@ def product(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
 def nothing_runs() -> Iterator[None]:
     triton.runtime.driver.set_active(Device())
     kernel, library = mock.Mock(func=0), SimpleNamespace(cuLaunchKernel=lambda *_: 0)
+    program = SimpleNamespace(kernel=lambda: kernel, threads=32, shared=0)
     with ExitStack() as stack:
         for patch in (
             mock.patch.object(CompiledKernel, "_init_handles", loaded),
@@ -87,7 +89,7 @@ def nothing_runs() -> Iterator[None]:
             mock.patch.object(torch.Tensor, "copy_", lambda *_: None),
             mock.patch.object(kvfold.ops.backend, "use_triton", lambda *_: True),
             mock.patch.object(one_pass, "serves", lambda *_, **__: True),
-            mock.patch.object(launch, "compiled", lambda *_: (kernel, 32, 0)),
+            mock.patch.object(launch, "compiled", lambda *_: program),
             mock.patch.object(torch.cuda._utils, "_get_gpu_runtime_library", lambda: library),
         ):
             stack.enter_context(patch)
@@ -106,7 +108,11 @@ def folded_layers(kind: str) -> tuple[CacheLayout, list[LayerAttention]]:
     layout = variant_layout(geometry, VARIANTS[kind], LAYERS)
     own = family_of(config).geometry(config)
     layout = replace(layout, spec=replace(layout.spec, geometry=own))
-    return layout, [empty_layer(config, layout.spec, i).description for i in range(LAYERS)]
+    table = rotary_table(config, torch.device("cpu"))
+    modules = [empty_layer(config, layout.spec, i) for i in range(LAYERS)]
+    for module in modules:
+        module.rotary = table
+    return layout, [module.description for module in modules]
 
 
 def mapped_layers(bits: int) -> tuple[CacheLayout, list[LayerProjections]]:
@@ -119,55 +125,68 @@ def mapped_layers(bits: int) -> tuple[CacheLayout, list[LayerProjections]]:
     return layout, [served_layer(i, spec, maps, None, None, {}) for i in range(LAYERS)]
 
 
+class ModelAttention:
+    """The attention of all layers of a kind, over blocks of `blocks` for each layer."""
+
+    def __init__(self, kind: str, blocks: int = BLOCKS) -> None:
+        torch.set_default_dtype(torch.bfloat16)
+        self.projections: list[LayerProjections] = []
+        if kind.startswith(BITS):
+            self.layout, self.projections = mapped_layers(int(kind.removeprefix(BITS)))
+            self.layers = [x.layer for x in self.projections]
+        else:
+            self.layout, self.layers = folded_layers(kind)
+        view = BlockView(self.layout, torch.bfloat16, torch.device("cpu"), LONGEST)
+        self.attention = BlockAttention(self.layers, view)
+        assert Fallback not in {*self.attention.decode.values(), *self.attention.prefill.values()}
+        groups = [self.layout.groups_of_layer(i) for i in range(LAYERS)]
+        sizes = [sum(group.layout.page_bytes for group in x) for x in groups]
+        self.caches = [torch.zeros(blocks, size, dtype=torch.int8) for size in sizes]
+
+    def step(self, lengths: list[int], chunks: Sequence[int]) -> BlockStep:
+        """A step of requests of `lengths`, of which the last ones read `chunks` tokens."""
+        decodes = len(lengths) - len(chunks)
+        return BlockStep(
+            tables=torch.randint(
+                1, len(self.caches[0]), (len(lengths), LONGEST // self.layout.page)
+            ).int(),
+            lengths=torch.tensor(lengths, dtype=torch.int32),
+            slots=torch.arange(decodes + sum(chunks)),
+            num_decodes=decodes,
+            starts=[*range(decodes), *accumulate(chunks, initial=decodes)],
+            max_lengths=lengths,
+        )
+
+    def inputs(self, tokens: int) -> Callable[[BlockAttention, BlockStep], None]:
+        """What runs all layers in a step of as many tokens."""
+        geometry, layer = self.layout.spec.geometry, self.layers[0]
+        heads, kv_heads = geometry.num_query_heads, geometry.num_kv_heads
+        q = torch.zeros(heads, tokens, layer.key_width)
+        entries = torch.zeros(tokens, layer.spec.row_width)
+        inputs = torch.zeros(tokens, heads + 2 * kv_heads, geometry.head_dim).split(
+            (heads, kv_heads, kv_heads), 1
+        )
+        out = torch.zeros(tokens, layer.output_width)
+
+        def run(attention: BlockAttention, step: BlockStep) -> None:
+            context = attention.begin(step)
+            for i, (layer, cache) in enumerate(zip(self.layers, self.caches, strict=True)):
+                if self.projections:
+                    of_layer = self.projections[i]
+                    project = partial(of_layer.score_space, *inputs)
+                    context.project_and_attend(
+                        layer, cache, project, [*inputs], of_layer.weights, out
+                    )
+                else:
+                    context.attend(layer, cache, q, entries, out)
+
+        return run
+
+
 def step_of(kind: str, decodes: int, chunks: int) -> Callable[[], None]:
-    torch.set_default_dtype(torch.bfloat16)
-    projections: list[LayerProjections] = []
-    if kind.startswith(BITS):
-        layout, projections = mapped_layers(int(kind.removeprefix(BITS)))
-        layers = [x.layer for x in projections]
-    else:
-        layout, layers = folded_layers(kind)
-    geometry = layout.spec.geometry
-    view = BlockView(layout, torch.bfloat16, torch.device("cpu"), LONGEST)
-    attention = BlockAttention(layers, view)
-    assert Fallback not in {*attention.decode.values(), *attention.prefill.values()}
-    sizes = [sum(x.layout.page_bytes for x in layout.groups_of_layer(i)) for i in range(LAYERS)]
-    caches = [torch.zeros(BLOCKS, size, dtype=torch.int8) for size in sizes]
-    lengths, count = [STORED] * decodes + [ROWS] * chunks, decodes + chunks * ROWS
-    pages = LONGEST // layout.page
-    step = BlockStep(
-        tables=torch.randint(1, BLOCKS, (len(lengths), pages)).int(),
-        lengths=torch.tensor(lengths, dtype=torch.int32),
-        slots=torch.arange(count),
-        num_decodes=decodes,
-        starts=[*range(decodes), *(decodes + ROWS * i for i in range(chunks + 1))],
-        max_lengths=lengths,
-    )
-    heads, kv_heads = geometry.num_query_heads, geometry.num_kv_heads
-    q = torch.zeros(heads, count, layers[0].key_width)
-    entries = torch.zeros(count, layers[0].spec.row_width)
-    inputs = torch.zeros(count, heads + 2 * kv_heads, geometry.head_dim).split(
-        (heads, kv_heads, kv_heads), 1
-    )
-    out = torch.zeros(count, layers[0].output_width)
-
-    def run() -> None:
-        context = attention.begin(step)
-        for i, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
-            if projections:
-                of_layer = projections[i]
-                context.project_and_attend(
-                    layer,
-                    cache,
-                    partial(of_layer.score_space, *inputs),
-                    [*inputs],
-                    of_layer.weights,
-                    out,
-                )
-            else:
-                context.attend(layer, cache, q, entries, out)
-
-    return run
+    model = ModelAttention(kind)
+    step = model.step([STORED] * decodes + [ROWS] * chunks, [ROWS] * chunks)
+    return partial(model.inputs(decodes + chunks * ROWS), model.attention, step)
 
 
 def median_ms(run: Callable[[], Any], rounds: int) -> float:
@@ -181,8 +200,7 @@ def median_ms(run: Callable[[], Any], rounds: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    variants = [x for x, y in VARIANTS.items() if not y.rebuilt]
-    parser.add_argument("kind", choices=[f"{BITS}8", f"{BITS}4", *variants])
+    parser.add_argument("kind", choices=[f"{BITS}8", f"{BITS}4", *VARIANTS])
     parser.add_argument("--decodes", type=int, default=40, help="requests of one token")
     parser.add_argument("--chunks", type=int, default=1, help="of prompts")
     parser.add_argument("--rounds", type=int, default=80)

@@ -103,6 +103,24 @@ def test_a_pool_without_room_is_not_tried(monkeypatch) -> None:
     trial.check_start(runner)
 
 
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+@pytest.mark.parametrize("settings", STORED[:3], ids=str)
+def test_compiling_ahead_leaves_no_trace(settings: dict, kernels: str, monkeypatch) -> None:
+    """A dry run, of kernels that do not run where they are Triton's, changes no logits."""
+    monkeypatch.setenv("KVFOLD_BACKEND", kernels)
+    ids = tokens(1, 9)[0].tolist()
+    logits = []
+    for ahead in (False, True):
+        runner = build_runner(
+            tiny("llama-gqa"), CacheConfig(**settings), num_slots=2, max_tokens=64
+        )
+        if ahead:
+            trial.compile_kernels(runner)
+        assert not runner.pool.open_slots
+        logits.append(torch.stack([x[0] for x in trial.run_tokens(runner, [ids], [ids[:2]])]))
+    assert torch.equal(*logits)
+
+
 @pytest.mark.parametrize("settings", STORED[:3], ids=str)
 def test_tokens_that_are_fed_are_those_of_requests(settings: dict) -> None:
     """Two sequences of other lengths, a step at a time, against each alone."""

@@ -233,7 +233,7 @@ def test_a_cuda_kernel_gets_the_pointers_of_another_layer(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda._utils, "_get_gpu_runtime_library", lambda: library)
     a, b, step = torch.zeros(4, 8), torch.zeros(4, 8), torch.zeros(3)
     with Recording([a], Weights([])) as recording:
-        launch_cuda(SimpleNamespace(func=5), 7, 32, [a[1:], 3, 0.5, step], 100)
+        launch_cuda(lambda: SimpleNamespace(func=5), 7, 32, [a[1:], 3, 0.5, step], 100)
     assert recording.replay([b], Weights([]))
     sizes = [7, 1, 1, 32, 1, 1, 100]
     first, second = ([x[1:].data_ptr(), 3, 0.5, step.data_ptr()] for x in (a, b))

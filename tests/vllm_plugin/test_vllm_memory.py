@@ -53,23 +53,23 @@ def watched(model: str, options: dict) -> tuple[list[Attended], bool]:
         from kvfold.vllm_plugin.backend import cached_impls
         from kvfold.vllm_plugin.blocks import BlockContext
 
-        attend, limits = BlockContext.attend, worker.vllm_config.scheduler_config
+        attend, limits = BlockContext._attend, worker.vllm_config.scheduler_config
 
-        def recorded(context, layer, cache, q, rows, out) -> None:
+        def recorded(context, layer, location, q, rows, out) -> None:
             step = context.step
             assert not q.isnan().any() and len(out) == len(step.slots)
-            said = len(step.slots), step.num_decodes, list(step.max_lengths), cache.numel()
-            seen.append(Attended(layer.index, *said))
-            attend(context, layer, cache, q, rows, out)
+            said = len(step.slots), step.num_decodes, list(step.max_lengths)
+            seen.append(Attended(layer.index, *said, location.arena.numel()))
+            attend(context, layer, location, q, rows, out)
 
-        profiling.MEASURED, BlockContext.attend = ("cpu",), recorded
+        profiling.MEASURED, BlockContext._attend = ("cpu",), recorded
         worker.model_runner._dummy_run(limits.max_num_batched_tokens, is_profile=True)
         (profile,) = {impl.profile for impl in cached_impls(worker.vllm_config)}
         count = len(seen)
         worker.model_runner._dummy_run(limits.max_num_batched_tokens, is_profile=True)
         assert len(seen) == count, "once is enough"
         held.append(bool(profile.held_metadata or profile.pending))
-        BlockContext.attend = attend
+        BlockContext._attend = attend
         return measure(worker)
 
     CPUWorker.determine_available_memory = determine

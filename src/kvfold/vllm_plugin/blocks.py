@@ -63,6 +63,17 @@ class BlockStep:
     starts: Sequence[int]
     max_lengths: Sequence[int] | None
 
+    def decodes(self) -> "BlockStep":
+        """The step's decoding requests alone, without the lengths that the host knows."""
+        return BlockStep(
+            tables=self.tables[: self.num_decodes],
+            lengths=self.lengths[: self.num_decodes],
+            slots=self.slots[: self.num_decodes],
+            num_decodes=self.num_decodes,
+            starts=self.starts[: self.num_decodes + 1],
+            max_lengths=None,
+        )
+
 
 @dataclass(eq=False)
 class BlockView:
@@ -129,29 +140,30 @@ class BlockAttention:
 
     @torch.inference_mode()
     def warm_up(self, max_num_decodes: int) -> None:
-        """Compile the kernels of steps without a CUDA graph, on blocks of their own.
-
-        Such a step decodes up to `max_num_decodes` requests, beside a short or a long prefill
-        chunk.
+        """Compile the kernels of steps of up to `max_num_decodes` decoding requests, on blocks of
+        their own: alone as in a CUDA graph, and beside a short or a long prefill chunk.
         """
         groups = self.view.layout.groups_of_layer
         distinct = {tuple(y.layout for y in groups(i)): x for i, x in self.layers.items()}
         for layer in distinct.values():
             for i in range(max_num_decodes.bit_length()):
                 self._run_step(layer, 1 << i, 2)
+                if self.decode[layer.index].supports_graphs:
+                    self._run_step(layer, 1 << i, 0)
             self._run_step(layer, 1, min(LONG_CHUNK, self.view.max_tokens - 1))
         self.locations.clear()
 
     def _run_step(self, layer: LayerAttention, num_decodes: int, chunk: int) -> None:
         """Run one layer in a step of `num_decodes` decoding requests and a prefill chunk after one
-        token."""
+        token. Without a chunk the host does not know lengths, as while a graph is captured."""
         view, count = self.view, num_decodes + chunk
         shape = layer.geometry.num_query_heads, count, layer.key_width
         q = torch.zeros(shape, dtype=view.dtype, device=view.device)
         entries = torch.zeros(count, layer.spec.row_width, dtype=view.dtype, device=view.device)
-        self.attend_on_new_blocks(
-            layer, self.make_step([1] * num_decodes, chunk, before=1), q, entries
-        )
+        step = self.make_step([1] * num_decodes, chunk, before=1)
+        if not chunk:
+            step = step.decodes()
+        self.attend_on_new_blocks(layer, step, q, entries)
 
     def make_step(self, lengths: Sequence[int], chunk: int, before: int = 0) -> BlockStep:
         """A step for trials: one decoding request per entry of `lengths`, and a prefill chunk after
@@ -256,9 +268,8 @@ class BlockContext:
         self.zeros = torch.zeros_like(self.slots)
         self.parts = self._parts()
         self.backends = {x: make(self.view) for x, make in attention.backend_factories.items()}
-        lengths = step.max_lengths  # None while a graph is captured
-        prompts = 0 if lengths is None else sum(lengths[step.num_decodes :])
-        self.repeats = lengths is not None and prompts <= MAX_PROMPT_TOKENS
+        lengths = step.max_lengths or ()  # unknown while a graph is captured, without prompts
+        self.repeats = sum(lengths[step.num_decodes :]) <= MAX_PROMPT_TOKENS
         self.recordings: dict[Hashable, Recording] = {}
         self.tables: dict[tuple[int, ...], Tensor] = {}
         self.indices: dict[int, tuple[Tensor, Tensor]] = {}  # by number of groups

@@ -3,7 +3,6 @@
 Shapes: n rows of logits (one per request), V tokens of the vocabulary.
 """
 
-import logging
 import os
 import threading
 import time
@@ -14,8 +13,8 @@ import torch
 from torch import Tensor
 
 from kvfold.models.finite import rows_are_finite
+from kvfold.vllm_plugin.log import logger
 
-logger = logging.getLogger("vllm.kvfold")  # which vLLM's handlers print
 LOG_SECONDS = 1.0  # between two checks of the count on a GPU
 MESSAGE = (
     "kvfold: the model's logits were not finite for %d token(s) so far, so no token could be "

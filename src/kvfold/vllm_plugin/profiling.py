@@ -6,7 +6,6 @@ the largest ones, and the device short ones, which takes only milliseconds. All 
 to one block.
 """
 
-import logging
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -24,9 +23,10 @@ from kvfold.vllm_plugin.backend import (
     make_block_attention,
 )
 from kvfold.vllm_plugin.blocks import BlockAttention, BlockStep
+from kvfold.vllm_plugin.log import logger
+from kvfold.vllm_plugin.trial import compile_kernels
 
 MEASURED = ("cuda", "xpu")  # devices whose memory vLLM measures
-logger = logging.getLogger("vllm.kvfold")  # which vLLM's handlers print
 
 
 def profile_memory(vllm_config: VllmConfig) -> None:
@@ -87,6 +87,8 @@ class MemoryProfile:
         for impls in kinds.values():
             widest = max(impls, key=lambda x: x.model_cache.spec.layers[x.maps.index].row_width)
             attention = make_block_attention(impls, block_size, self.config, device)
+            if device.type == "cuda":
+                compile_kernels(attention, impls, self.config.scheduler_config.max_num_seqs)
             if device.type != "cpu" and attention.prefill[widest.maps.index] is Fallback:
                 logger.warning(
                     "kvfold: plain PyTorch attends to prompts in layer %d, and what it needs for"

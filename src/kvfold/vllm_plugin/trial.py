@@ -1,19 +1,21 @@
 """Check every layer's attention before vLLM serves requests."""
 
-import logging
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from kvfold.ops.common.compile_ahead import CompileAhead
 from kvfold.vllm_plugin.blocks import BlockAttention
+from kvfold.vllm_plugin.log import logger
 
 if TYPE_CHECKING:
     from kvfold.vllm_plugin.backend import CachedImpl
 
 CHUNK = 64  # tokens of the trial's prefill chunk
 LENGTHS = (1, 2, 5, 12, 27, 50)  # of its decoding requests, which read the chunk's first tokens
-logger = logging.getLogger("vllm.kvfold")  # which vLLM's handlers print
 
 
 @torch.inference_mode()
@@ -22,21 +24,7 @@ def check_attention(attention: BlockAttention, layers: "Sequence[CachedImpl]") -
     layers. Raises ValueError naming the first layer with outputs that are not finite. If a layer's
     outputs differ between the two, launches are not repeated from layer to layer (`BlockContext`).
     """
-    view = attention.view
-    chunk = min(CHUNK, view.max_tokens)
-    lengths = [n for n in LENGTHS if n <= chunk]
-    positions = torch.tensor([*(n - 1 for n in lengths), *range(chunk)], device=view.device)
-    step = attention.make_step(lengths, chunk)
-    finite: list[torch.Tensor] = []
-    equal: list[torch.Tensor] = []
-    context = attention.begin(step)
-    for layer in layers:
-        q, entries = layer.sample_inputs(positions)
-        out = attention.attend_on_new_blocks(layer.maps, step, q, entries)
-        finite.append(layer.project_output(out).isfinite().all())
-        again = attention.attend_on_new_blocks(layer.maps, step, q, entries, context)
-        equal.append(((out == again) | out.isnan()).all())
-    attention.locations.clear()
+    finite, equal = run_layers(attention, layers)
     if not bool(torch.stack(equal).all()):
         attention.kinds.clear()
         logger.warning(
@@ -46,6 +34,7 @@ def check_attention(attention: BlockAttention, layers: "Sequence[CachedImpl]") -
     if bool(torch.stack(finite).all()):
         return
     first = layers[[bool(x) for x in finite].index(False)].maps.index
+    view = attention.view
     dtype = str(view.dtype).removeprefix("torch.")
     raise ValueError(
         f"kvfold's plugin for vLLM: the attention of layer {first} gives numbers that are not "
@@ -53,3 +42,42 @@ def check_attention(attention: BlockAttention, layers: "Sequence[CachedImpl]") -
         "checkpoint. If the original model runs in this dtype, set KVFOLD_BACKEND=reference and "
         "report it"
     )
+
+
+def compile_kernels(
+    attention: BlockAttention, layers: "Sequence[CachedImpl]", max_num_decodes: int
+) -> None:
+    """Compile in parallel what steps of up to `max_num_decodes` decoding requests need."""
+    distinct = {attention.kinds.get(x.maps.index, x): x for x in layers}
+    begun = time.monotonic()
+    with CompileAhead(attention.view.device) as ahead:
+        attention.warm_up(max_num_decodes)
+        run_layers(attention, list(distinct.values()))
+        if ahead.futures:
+            logger.info("kvfold: loading or compiling %d kernels", len(ahead.futures))
+    if ahead.futures:
+        logger.info("kvfold: the kernels took %.1f s", time.monotonic() - begun)
+
+
+@torch.inference_mode()
+def run_layers(
+    attention: BlockAttention, layers: "Sequence[CachedImpl]"
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Run each layer on sample inputs. Returns, for each, a bool [] of the device: whether its
+    outputs are finite, and whether they are the same in a step with all layers."""
+    view = attention.view
+    chunk = min(CHUNK, view.max_tokens)
+    lengths = [n for n in LENGTHS if n <= chunk]
+    positions = torch.tensor([*(n - 1 for n in lengths), *range(chunk)], device=view.device)
+    step = attention.make_step(lengths, chunk)
+    finite: list[Tensor] = []
+    equal: list[Tensor] = []
+    context = attention.begin(step)
+    for layer in layers:
+        q, entries = layer.sample_inputs(positions)
+        out = attention.attend_on_new_blocks(layer.maps, step, q, entries)
+        finite.append(layer.project_output(out).isfinite().all())
+        again = attention.attend_on_new_blocks(layer.maps, step, q, entries, context)
+        equal.append(((out == again) | out.isnan()).all())
+    attention.locations.clear()
+    return finite, equal

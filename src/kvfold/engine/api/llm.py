@@ -28,7 +28,7 @@ from kvfold.engine.requests.request import (
 from kvfold.engine.runner.build import build_runner
 from kvfold.engine.runner.cache_summary import cache_summary
 from kvfold.engine.runner.edits import logit_edits
-from kvfold.engine.runner.trial import check_start
+from kvfold.engine.runner.trial import check_start, compile_kernels
 from kvfold.hub.loading import check_loaded, load, load_config, load_tokenizer
 from kvfold.maps.layers import learns_prompt, unwrapped
 from kvfold.maps.named import base_and_maps
@@ -155,6 +155,8 @@ class LLM:
             maps=beside,
         )
         self._unchanged = None if owned else Unchanged(model)
+        if self.runner.device.type == "cuda":
+            compile_kernels(self.runner)
         self.runner.warm_up()
         check_start(self.runner)
         self.model = self.runner.model

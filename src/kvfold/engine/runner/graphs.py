@@ -56,6 +56,11 @@ class DecodeGraphs:
         for size in reversed(self.sizes):
             self._graph(size, forward)
 
+    def dry_run(self, forward: Forward) -> None:
+        """Run the steps of the sizes for which kernels differ, without graphs."""
+        for size in (x for x in self.sizes if x == self.sizes[-1] or x & (x - 1) == 0):
+            self._step(size, forward)
+
     def run(self, batch: Batch, forward: Forward, tokens: Tensor | None = None) -> Tensor:
         """Logits [B, V], which the next call overwrites. tokens: int64 [B], replaces the batch's
         tokens."""

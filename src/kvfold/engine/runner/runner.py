@@ -101,6 +101,23 @@ class ModelRunner:
         assert padding_slot is not None, "graphs need a padding slot"
         return DecodeGraphs(self.device, most=most, padding_slot=padding_slot)
 
+    @contextmanager
+    def eager(self) -> Iterator[DecodeGraphs | None]:
+        """Run without CUDA graphs, which it yields, and without torch.compile."""
+        graphs, self.graphs = self.graphs, None
+        if self.compiled is not None:
+            self.compiled.remove()
+        try:
+            yield graphs
+        finally:
+            self.graphs = graphs
+            if self.compiled is not None:
+                self.compiled.install()
+
+    def dry_decodes(self, graphs: DecodeGraphs) -> None:
+        """Run decode steps of the sizes for which kernels differ. For `CompileAhead`."""
+        graphs.dry_run(self._decode)
+
     def warm_up(self) -> None:
         """Capture CUDA graphs, so that no request waits for it."""
         if self.graphs is not None:

@@ -4,7 +4,7 @@ Shapes: B sequences, V tokens of the vocabulary.
 """
 
 from collections.abc import Generator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 
 import numpy as np
 import torch
@@ -15,10 +15,25 @@ from kvfold.engine.requests.request import Batch, Request
 from kvfold.engine.runner.runner import ModelRunner
 from kvfold.models.finite import HEAD, dtype_name, probe_ids, rows_are_finite, watched, way_out
 from kvfold.models.weights import check_finite
+from kvfold.ops.common.compile_ahead import CompileAhead
 
 STEPS = 2  # decode steps of the check
 LENGTHS = {"cuda": (1, 2, 5, 12, 27, 50, 81, 127)}  # prompt lengths of the check, by device type
 SHORT = (16,)  # the same on other devices, which are slower
+
+
+def compile_kernels(runner: ModelRunner) -> None:
+    """Compile what the first steps need, in parallel, before anything is launched or captured."""
+    if runner.demotes:  # which decides by numbers that kernels compute
+        return
+    ids = probe_ids(runner.model.get_input_embeddings().num_embeddings, STEPS)
+    with runner.eager() as graphs:
+        with CompileAhead(runner.device), torch.inference_mode(), suppress(PoolFull):
+            for _ in run_tokens(runner, [ids], [ids]):
+                pass
+            if graphs is not None:
+                runner.dry_decodes(graphs)
+        runner.pool.reset_high_water()
 
 
 def run_tokens(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvfold.ops.common.launch import launch_options
 from kvfold.ops.common.plan import Slices, power_of_two
+from kvfold.ops.common.recording import launch_once
 from kvfold.ops.common.step_kernel import step_kernel
 from kvfold.ops.decode.kernels import after_launch
 
@@ -38,7 +39,8 @@ def plan_slices(
     new = cost.new_empty
     ends, counted = new(layers, items, dtype=torch.int64), new(layers, items)
     slices = Slices(new(layers, num_slices + 1, 2), new(layers, items), new(layers, items))
-    plan_kernel[(layers,)](
+    launch_once(
+        plan_kernel, (layers,),
         lengths, lengths.stride(0), lengths if slots is None else slots, cost,
         ends, counted, slices.starts, slices.firsts, slices.counts,
         items, power_of_two(items), num_slices,

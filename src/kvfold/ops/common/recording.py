@@ -22,6 +22,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from kvfold.ops.common.compile_ahead import compiling_ahead
+
 DIRECT = "3.6."  # versions of Triton with whose launcher `TritonLaunch` was tried
 ALIGNED = 16  # bytes; Triton compiles other code for pointers that are not divisible by it
 
@@ -113,9 +115,8 @@ def recording() -> Recording | None:
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """`kernel[grid](*args, **options)`, for a Triton kernel."""
-    compiled = kernel[grid](*args, **options)
-    active = recording()
-    if active is None:
+    compiled, active = launch_once(kernel, grid, *args, **options), recording()
+    if active is None or compiling_ahead() is not None:
         return
     if compiled is None:  # interpreted
         names, count = list(options), len(args)
@@ -128,13 +129,33 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
         active.steps.append(TritonLaunch(active, kernel, compiled, grid, args, options))
 
 
+def launch_once(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
+    """Like `launch`, for what a step does once for all layers: it is not recorded. Returns the
+    compiled kernel, or None."""
+    ahead = compiling_ahead()
+    if ahead is not None:
+        return ahead.triton(kernel, grid, args, options)
+    return kernel[grid](*args, **options)
+
+
 def launch_cuda(
-    kernel: Any, grid: int, threads: int, args: Sequence[Tensor | int | float], shared: int
+    compiled: Callable[[], Any],
+    grid: int,
+    threads: int,
+    args: Sequence[Tensor | int | float],
+    shared: int,
 ) -> None:
     """Launch a kernel of `torch.cuda._compile_kernel` on the current stream: `grid` programs of
     `threads` threads and `shared` bytes of shared memory. Integers are passed as C `int`, floats as
-    `double`."""
-    active = recording()
+    `double`.
+
+    compiled: returns the kernel, after compiling it if it is new.
+    """
+    ahead, active = compiling_ahead(), recording()
+    if ahead is not None:
+        ahead.submit(compiled, compiled)
+        return
+    kernel = compiled()
     if active is None:
         kernel(grid=(grid, 1, 1), block=(threads, 1, 1), args=list(args), shared_mem=shared)
         return

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvfold.ops.common.launch import launch_options
 from kvfold.ops.common.plan import cdiv, power_of_two
+from kvfold.ops.common.recording import launch_once
 from kvfold.ops.common.step_kernel import step_kernel
 from kvfold.ops.decode.kernels import after_launch
 
@@ -132,7 +133,8 @@ def product(
     out = x.new_empty(*x.shape[:-1], outputs)
     tokens = 1 if number == 1 else max(16, power_of_two(number))
     kernel, options = (one_kernel, ONE) if tokens == 1 else (few_kernel, SEVERAL)
-    kernel[(outputs // options["COLUMNS"],)](
+    launch_once(
+        kernel, (outputs // options["COLUMNS"],),
         x.contiguous(), weight.detach(), None if bias is None else bias.detach(), out, number,
         inputs, outputs, TOKENS=tokens, GATED=gated, STAGES=STAGES[tokens], **options,
         **launch_options(x.device),
@@ -147,7 +149,7 @@ def activated(both: Tensor) -> Tensor:
     out = both.new_empty(*both.shape[:-1], numbers)
     if out.numel():
         grid = out.numel() // numbers, cdiv(numbers, BLOCK)
-        act_kernel[grid](both, out, numbers, BLOCK=BLOCK, num_warps=4)
+        launch_once(act_kernel, grid, both, out, numbers, BLOCK=BLOCK, num_warps=4)
     return out
 
 

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor, float32, int64
 
 from kvfold.ops.common.plan import cdiv
+from kvfold.ops.common.recording import launch_once
 from kvfold.ops.common.step_kernel import step_kernel
 
 BLOCK = 1024
@@ -52,7 +53,8 @@ def add_gumbel(values: Tensor, keys: Tensor, ids: Tensor | None = None) -> Tenso
     assert keys.shape == values.shape[:1] and keys.dtype is int64, "a key a row"
     assert ids is None or (ids.shape == values.shape and ids.dtype is int64), "an id a value"
     rows, tokens = values.shape
-    gumbel_kernel[(rows, cdiv(tokens, BLOCK))](
-        values, keys.contiguous(), ids if ids is None else ids.contiguous(), tokens, BLOCK=BLOCK
-    )
+    launch_once(
+        gumbel_kernel, (rows, cdiv(tokens, BLOCK)),
+        values, keys.contiguous(), ids if ids is None else ids.contiguous(), tokens, BLOCK=BLOCK,
+    )  # fmt: skip
     return values

@@ -15,6 +15,7 @@ from kvfold.ops.common.attention import LOG2_E
 from kvfold.ops.common.codes_triton import UNIT, load_query, load_scales, unpack
 from kvfold.ops.common.pages import LayerPages, words_of
 from kvfold.ops.common.plan import cdiv, padded_width, power_of_two
+from kvfold.ops.common.recording import launch_once
 from kvfold.ops.common.step_kernel import step_kernel
 from kvfold.ops.decode.groups import DecodeGroups, decode_groups
 from kvfold.ops.store.segments import plan_blocks
@@ -178,7 +179,8 @@ def observe(
     programs = min(tiles, cdiv(PROGRAMS, num_groups * len(slots)))
     at_once = min(64, max(8, power_of_two(columns)))
     kinds = q.dtype if bits == 16 else uint16, int32 if groups.paired else float16, int32, float32
-    observe_kernel[(programs, num_groups, len(slots))](
+    launch_once(
+        observe_kernel, (programs, num_groups, len(slots)),
         q.contiguous(), lse.contiguous(), positions.contiguous(),
         *(words_of(arena, kind) for kind in kinds),
         tables, tables.stride(0), tables.stride(1), lengths, lengths.stride(0), slots.contiguous(),

@@ -13,6 +13,7 @@ from torch import Tensor, float32, int32
 
 from kvfold.ops.common.pages import LayerPages, words_of
 from kvfold.ops.common.plan import cdiv, power_of_two
+from kvfold.ops.common.recording import launch_once
 from kvfold.ops.common.split import SPAN, SplitPlan
 from kvfold.ops.common.step_kernel import step_kernel
 from kvfold.ops.latent_decode.plan import LatentPlan
@@ -86,7 +87,8 @@ def observe_weights(
     spans = max(1, TILE // (SPAN * padded))
     tiles = cdiv(tables.shape[2] * page, spans * SPAN)
     programs = min(tiles, cdiv(PROGRAMS, num_groups * len(slots)))
-    observe_weights_kernel[(programs, num_groups, len(slots))](
+    launch_once(
+        observe_weights_kernel, (programs, num_groups, len(slots)),
         room.weights, room.tops, plan.bases, lse.contiguous(), positions.contiguous(),
         words_of(arena, int32), words_of(arena, float32),
         tables, tables.stride(0), tables.stride(1), lengths, lengths.stride(0), slots.contiguous(),

@@ -1,14 +1,18 @@
 """Source and compilation of the one-pass kernel for a layout: constants, then the .cu files.
 
-NVRTC compiles it, which PyTorch includes; so neither nvcc nor a build step is needed.
+NVRTC compiles it, which PyTorch includes; so neither nvcc nor a build step is needed. The result is
+stored where Triton stores its kernels.
 """
 # mypy: allow-untyped-defs
 
 from functools import lru_cache
+from hashlib import sha256
 from importlib.resources import files
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from triton.runtime.cache import get_cache_manager
 
 from kvfold.layout.pages import Group
 from kvfold.ops.common.pieces import Place, latents_of
@@ -21,6 +25,9 @@ from kvfold.ops.one_pass.rows import (
     stages,
     weighers_scale,
 )
+
+NAME, ARCHITECTURE = "one_pass_kernel", "90a"
+OPTIONS = ["--std=c++17", "--device-as-default-execution-space"]
 
 Constants = tuple[tuple[str, int], ...]
 
@@ -85,11 +92,15 @@ def _written(value: int | list[int]) -> str:
 
 
 class Compiled(NamedTuple):
-    """A kernel, its threads per program, and bytes of shared memory per program."""
+    """A kernel's source, its threads per program, and bytes of shared memory per program."""
 
-    kernel: Any
+    text: str
     threads: int
     shared: int
+
+    def kernel(self) -> Any:
+        """The kernel, compiled at the first call for all layers with the same source."""
+        return _compile(self.text, self.shared)
 
 
 @lru_cache(maxsize=4096)
@@ -100,21 +111,32 @@ def compiled(
     bf16: bool,
     reconstructed: Constants = (),
 ) -> Compiled:
-    """Compile the kernel, once for all layers with the same layout. Arguments as of `source`."""
+    """The kernel of layers with the same layout. Arguments as of `source`."""
     shared = shared_bytes(groups[0], queries, numbers[0] if reconstructed else None)
     text = source(groups, queries, numbers, bf16, reconstructed)
     threads = 32 * warps(groups[0], queries, bool(reconstructed))
-    return Compiled(_compile(text, shared), threads, shared)
+    return Compiled(text, threads, shared)
 
 
 @lru_cache(maxsize=256)
 def _compile(text: str, shared: int) -> Any:
-    """Compile a source for programs with `shared` bytes of shared memory."""
-    kernel = torch.cuda._compile_kernel(
-        text,
-        "one_pass_kernel",
-        compute_capability="90a",
-        nvcc_options=["--std=c++17", "--device-as-default-execution-space"],
-    )
+    """Load the kernel of a source for programs with `shared` bytes of shared memory."""
+    from torch.cuda._utils import _cuda_load_module
+
+    kernel = getattr(_cuda_load_module(_binary(text)), NAME)
     kernel.set_shared_memory_config(shared)
     return kernel
+
+
+def _binary(text: str) -> bytes:
+    """The compiled source, from Triton's cache folder if it is there."""
+    from torch.cuda._utils import _nvrtc_compile
+
+    what = "\n".join([text, ARCHITECTURE, *OPTIONS, str(torch.version.cuda)])
+    cache = get_cache_manager(sha256(what.encode()).hexdigest())
+    path = cache.get_file(f"{NAME}.cubin")
+    if path is not None:
+        return Path(path).read_bytes()
+    binary, _ = _nvrtc_compile(text, NAME, ARCHITECTURE, nvcc_options=OPTIONS)
+    cache.put(binary, f"{NAME}.cubin", binary=True)
+    return binary

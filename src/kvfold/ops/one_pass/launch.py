@@ -95,9 +95,7 @@ def decode(
         packed = _packed(maps, groups[0], rank, queries)
         constants, map_arguments = packed.constants, (packed.data, maps.rope)
     numbers = rank, width, part_width
-    kernel, threads, shared = compiled(
-        groups, queries, numbers, q.dtype == torch.bfloat16, constants
-    )
+    program = compiled(groups, queries, numbers, q.dtype == torch.bfloat16, constants)
     items, lines = _tables(groups, queries, q.device)
     slices = plan.slices
     args: list[Tensor | int | float] = [
@@ -105,7 +103,8 @@ def decode(
         tables.stride(1), lengths, lengths.stride(0), slots, items, slices.starts,
         slices.counts, float(scale * LOG2_E), *map_arguments,
     ]  # fmt: skip
-    launch_cuda(kernel, slices.starts.shape[0] - 1, threads, args, shared)
+    splits = slices.starts.shape[0] - 1
+    launch_cuda(program.kernel, splits, program.threads, args, program.shared)
     combine(out, lse, plan.part, plan.part_ml, lines, slices, per_group, part_width, padding)
     return out, lse
 

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from kvfold.ops.common.attention import LOG2_E
 from kvfold.ops.common.plan import cdiv
+from kvfold.ops.common.recording import launch_once
 from kvfold.ops.prefill.plan import classes_of, parts
 from kvfold.ops.prefill.rows import KVView
 from kvfold.ops.prefill.triton import _load, _multiple
@@ -102,7 +103,8 @@ def peaks(
     for kind in classes_of(keys.starts, keys.ranks, no_values, no_values, owner, q.device):
         width = sum(kind.widths[:2])
         tiling = cut or PeaksCut(rows=128 if width <= 128 else 64)
-        peaks_kernel[(cdiv(rows, tiling.rows) * batch * len(kind.units),)](
+        launch_once(
+            peaks_kernel, (cdiv(rows, tiling.rows) * batch * len(kind.units),),
             q, *strides[:3], keys.data, *strides[3:],
             F.pad(bias, (0, -num_queries % tiling.queries), value=-torch.inf).contiguous(),
             counted_bytes, *counted_bytes.stride()[:2], log_worth, out, kind.units,
