@@ -3,6 +3,7 @@
 import gc
 import math
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,10 @@ import torch
 os.environ.setdefault("KVFOLD_COMPILE", "off")  # seconds for every tiny model; its own tests do
 if not torch.cuda.is_available():  # kernels are then interpreted; read when Triton is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# A shell starts background commands with SIGINT ignored, which commands under test inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import transformers
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import kvfold
 
 SOURCE, TESTS = Path(kvfold.__file__).parent, Path(__file__).parents[1]
-KERNEL = re.compile(r"^@((triton|gluon)\.jit|step_kernel)|cuda\._compile_kernel\(", re.MULTILINE)
+KERNEL = re.compile(r"^@((triton|gluon)\.jit|step_kernel)|_nvrtc_compile\(", re.MULTILINE)
 MARK = "pytest.mark.gpu"
 DEVICE = re.compile(r"\bDEVICE\b|cuda\.is_available\(\)")  # tensors are on a GPU where there is one
 

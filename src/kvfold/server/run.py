@@ -62,9 +62,10 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Shut down gracefully on the first signal, within a second on a second SIGINT, and
         immediately on a third."""
-        if sig != signal.SIGINT or not self.should_exit:
-            if not self.should_exit:
-                say(stopping(len(self.server_state.tasks), sig))
+        if not self.should_exit:
+            super().handle_exit(sig, frame)  # before it is said: another signal may come at once
+            say(stopping(len(self.server_state.tasks), sig))
+        elif sig != signal.SIGINT:
             super().handle_exit(sig, frame)
         elif self._loop is not None and self._stop_now is None:
             self._stop_now = self._end_process()

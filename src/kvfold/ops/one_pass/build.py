@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from triton.runtime.cache import get_cache_manager
 
 from kvfold.layout.pages import Group
 from kvfold.ops.common.pieces import Place, latents_of
@@ -131,6 +130,7 @@ def _compile(text: str, shared: int) -> Any:
 def _binary(text: str) -> bytes:
     """The compiled source, from Triton's cache folder if it is there."""
     from torch.cuda._utils import _nvrtc_compile
+    from triton.runtime.cache import get_cache_manager
 
     what = "\n".join([text, ARCHITECTURE, *OPTIONS, str(torch.version.cuda)])
     cache = get_cache_manager(sha256(what.encode()).hexdigest())
