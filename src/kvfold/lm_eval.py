@@ -45,7 +45,8 @@ class KVFoldLM(TemplateLM):
     max_gen_toks: most tokens of an answer, for tasks that do not say.
     device: as `kvfold.LLM` takes it. "cuda:0", lm-eval's default everywhere, means no device where
         there is no such GPU.
-    batch_size: requests that run at once, if it is more than 1, lm-eval's default.
+    batch_size: requests that run at once; "auto" for the default of `kvfold.LLM`. One by one,
+        log-likelihoods are exactly those of `kvfold eval`.
     settings: all others of `kvfold.LLM`: bits, maps, evict, dtype, max_sequences and so on.
 
     Raises ValueError like `kvfold.LLM`.
@@ -65,7 +66,7 @@ class KVFoldLM(TemplateLM):
         super().__init__()
         if max_length is not None:
             settings["max_tokens"] = max_length
-        if str(batch_size).isdecimal() and int(batch_size) > 1:
+        if str(batch_size).isdecimal():
             settings.setdefault("max_sequences", int(batch_size))
         if device == "cuda:0" and not torch.cuda.is_available():
             device = None
@@ -123,7 +124,8 @@ class KVFoldLM(TemplateLM):
         **kwargs: Any,
     ) -> list[LogLikelihood]:
         pairs = [self._fitting(context, rest) for _, context, rest in requests]
-        scores = self._after_eviction(pairs) if self.evicts else self._in_prompts(pairs)
+        one_by_one = self.evicts or self.llm.runner.pool.num_slots == 1
+        scores = self._after_contexts(pairs) if one_by_one else self._in_prompts(pairs)
         results: list[LogLikelihood] = [(0.0, True)] * len(pairs)
         for place, result in tqdm(scores, "loglikelihood", len(pairs), disable=disable_tqdm):
             results[place] = result
@@ -151,8 +153,8 @@ class KVFoldLM(TemplateLM):
             scored = completion.prompt_logprobs[len(pairs[place][0]) - 1 :]
             yield place, (sum(x.chosen for x in scored), all(x.rank == 1 for x in scored))
 
-    def _after_eviction(self, pairs: Sequence[Pair]) -> Iterator[tuple[int, LogLikelihood]]:
-        """Compress each context before what follows is read, as `kvfold eval` does."""
+    def _after_contexts(self, pairs: Sequence[Pair]) -> Iterator[tuple[int, LogLikelihood]]:
+        """Read and compress each context before what follows is read, as `kvfold eval` does."""
         engine, runner = self.llm.engine, self.llm.runner
         sessions = partial(PagedSession, runner, engine.scheduler.chunk)
         with engine.lock.hold(), inference(self.llm.model), closing(Reader(sessions)) as reader:

@@ -36,7 +36,12 @@ from kvfold.utils.errors import SettingError
 from serving import TEMPLATE, serving, small_llm
 from tolerance import model_terms, rounding
 
-SMALL: dict[str, Any] = {"device": "cpu", "max_length": 256, "kv_bytes": 2**22}
+SMALL: dict[str, Any] = {
+    "device": "cpu",
+    "max_length": 256,
+    "kv_bytes": 2**22,
+    "batch_size": "auto",
+}
 STORY = "The sun rises in the east, over the hills, and sets in the west behind the sea. "
 ROWS = [
     {"context": 4 * STORY + "The sun rises in the", "choices": [" east.", " kettle."], "label": 0},
@@ -111,7 +116,14 @@ def read_after_contexts(lm: KVFoldLM, **settings: Any) -> list[tuple[float, bool
 # -- log-likelihoods --------------------------------------------------------------------------
 
 
-def test_log_likelihoods_are_those_of_kvfold_eval(lm: KVFoldLM) -> None:
+@pytest.mark.parametrize("bits", [16, 4])
+def test_one_by_one_they_are_those_of_kvfold_eval(lm: KVFoldLM, bits: int) -> None:
+    one = KVFoldLM("reference:gqa", bits=bits, **(SMALL | {"batch_size": 1}))
+    assert one.loglikelihood(requests()) == read_after_contexts(lm, bits=bits)
+    assert one.llm.runner.pool.used_bytes == 0
+
+
+def test_together_they_differ_by_rounding(lm: KVFoldLM) -> None:
     found, expected = lm.loglikelihood(requests()), read_after_contexts(lm)
     error = rounding(torch.float32, model_terms(lm.llm.model.config, 256))
     for (score, is_greedy), (other, other_is_greedy) in zip(found, expected, strict=True):
@@ -216,9 +228,11 @@ def test_settings_are_those_of_llm() -> None:
     with pytest.raises(ValueError, match="unknown settings: bitz; of the cache: kv_bytes, page, "):
         KVFoldLM("reference:gqa", bitz=4)
     with pytest.raises(SettingError, match="bits must be one of 16, 8"):
-        KVFoldLM("reference:gqa", bits=5, batch_size="auto")
-    many = KVFoldLM("reference:gqa", batch_size="3", max_batch_size=None, **SMALL)
-    assert many.llm.runner.pool.num_slots == 3 and many.max_length == 256
+        KVFoldLM("reference:gqa", bits=5)
+    for batch_size, num_slots in {1: 1, "3": 3, "auto": 16}.items():
+        many = KVFoldLM("reference:gqa", **(SMALL | {"batch_size": batch_size}))
+        assert many.llm.runner.pool.num_slots == num_slots and many.max_length == 256
+    assert KVFoldLM("reference:gqa", max_sequences=2, **SMALL).llm.runner.pool.num_slots == 2
 
 
 def test_the_default_gpu_of_lm_eval_is_no_mistake() -> None:
@@ -257,7 +271,8 @@ def measured(tasks: Path, bits: int) -> dict[str, float]:
 @pytest.mark.parametrize("bits", [16, 8])
 def test_figures_are_those_of_kvfold_eval(tasks: Path, bits: int) -> None:
     settings = {"pretrained": "reference:gqa", "bits": bits} | SMALL
-    results = evaluated(tasks, ["choices"], "kvfold", model_args=settings)
+    del settings["batch_size"]  # lm-eval gives it beside the others
+    results = evaluated(tasks, ["choices"], "kvfold", model_args=settings, batch_size=1)
     assert rounded(results) == measured(tasks, bits)
 
 
