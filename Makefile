@@ -4,7 +4,7 @@ BIN := .venv/bin
 export KVFOLD_CACHE ?= $(HOME)/.cache/kvfold
 STAMP := .venv/.installed
 
-.PHONY: demo test test-all soak gpu-test test-oldest test-vllm test-real smollm2 qwen check docs dist bench bench-real clean
+.PHONY: demo test test-all soak gpu-test test-oldest test-lm-eval test-vllm test-real smollm2 qwen check docs dist bench bench-real clean
 
 demo: $(STAMP)
 	$(BIN)/kvfold demo --output report.html
@@ -37,6 +37,14 @@ test-oldest: $(STAMP) .venv/oldest
 		tests/hub/test_gguf.py \
 		tests/calibration/test_calibrate.py tests/evaluation/test_evaluate.py \
 		tests/maps/test_maps.py tests/maps/test_sidecar.py tests/maps/test_maps_engine.py tests/maps/test_maps_users.py
+
+# With lm-evaluation-harness, whose 400 MB `dev` does without; `make test` skips them without it.
+test-lm-eval: .venv/.lm-eval
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'slow or not slow' tests/evaluation/test_lm_eval.py
+
+.venv/.lm-eval: $(STAMP) pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable '.[lm-eval]'
+	touch $@
 
 # vLLM on a CPU, in an environment of its own, which takes 4 GB and two minutes to make.
 VLLM := .venv/vllm

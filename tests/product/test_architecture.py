@@ -39,7 +39,7 @@ LAYERS: dict[str, set[str]] = {
 }
 ENGINE = ["requests", "runner", "core", "api"]  # folders of the engine: one uses those before it
 # The programs, on top: they may use everything, and nothing may use them.
-PROGRAMS = {"cli", "vllm_plugin"}
+PROGRAMS = {"cli", "lm_eval", "vllm_plugin"}
 
 
 def imported(path: Path) -> set[str]:

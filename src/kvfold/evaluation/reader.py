@@ -73,10 +73,16 @@ class Reader:
 
     def log_likelihood(self, ending: Sequence[int]) -> float:
         """Compute the log-likelihood of `ending` after the context, in nats."""
+        return self.likelihood(ending)[0]
+
+    def likelihood(self, ending: Sequence[int]) -> tuple[float, bool]:
+        """The log-likelihood of `ending` after the context, and whether greedy decoding gives
+        it."""
         with self.branch() as (session, last):
             rest = session.chunks(torch.tensor([ending[:-1]], dtype=torch.long))
             logits = torch.cat([last[None, None], *rest], 1)
-        return -float(token_nll(logits, torch.tensor([ending])).sum())
+        is_greedy = logits[0].argmax(-1).tolist() == list(ending)
+        return -float(token_nll(logits, torch.tensor([ending])).sum()), is_greedy
 
     def close(self) -> None:
         """Free the cache."""
