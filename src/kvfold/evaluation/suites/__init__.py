@@ -10,8 +10,15 @@ from typing import Any
 from kvfold.evaluation.suites.base import Question, Suite
 from kvfold.evaluation.suites.gsm8k import GSM8K
 from kvfold.evaluation.suites.humaneval import HumanEval
+from kvfold.evaluation.suites.longbench import LongBench
+from kvfold.evaluation.suites.longeval import LongEval
 
-SUITES: dict[str, Suite] = {"code": HumanEval(), "math": GSM8K()}
+SUITES: dict[str, Suite] = {
+    "code": HumanEval(),
+    "math": GSM8K(),
+    "longbench": LongBench(),
+    "longeval": LongEval(),
+}
 
 
 def find_file(name: str, folder: Path) -> Path:
