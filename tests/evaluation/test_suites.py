@@ -149,7 +149,7 @@ def test_a_suite_asks_and_judges_its_example(name: str, tmp_path: Path) -> None:
         message = suite.message(question, chat)
         assert message.question.strip() and bool(message.context) == suite.has_context
         assert (message.max_new_tokens or 1) <= suite.max_new_tokens
-    right, empty = suite.judge([question, question], [suite.right_answer, ""])
+    right, empty = suite.judge([question, question], [suite.solution(question), ""])
     assert right.score == 1 and empty.score == 0 and right.kind and empty.kind
 
 

@@ -12,12 +12,14 @@ from kvfold.evaluation.suites.gsm8k import GSM8K
 from kvfold.evaluation.suites.humaneval import HumanEval
 from kvfold.evaluation.suites.longbench import LongBench
 from kvfold.evaluation.suites.longeval import LongEval
+from kvfold.evaluation.suites.ruler import RULER
 
 SUITES: dict[str, Suite] = {
     "code": HumanEval(),
     "math": GSM8K(),
     "longbench": LongBench(),
     "longeval": LongEval(),
+    "ruler": RULER(),
 }
 
 

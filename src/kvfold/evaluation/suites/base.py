@@ -64,8 +64,7 @@ class Suite(ABC):
     needs_files: whether there are no questions without them. max_new_tokens: default length of an
     answer, the longest one. stop: strings that end an answer of a model without a chat template.
     has_context: whether messages have a context. truncates: cut prompts that are longer than the
-    model's positions in their middle. right_answer: an answer of score 1 to the first question of
-    the example, for tests.
+    model's positions in their middle.
     """
 
     title: ClassVar[str]
@@ -75,7 +74,6 @@ class Suite(ABC):
     stop: ClassVar[tuple[str, ...]] = ()
     has_context: ClassVar[bool] = False
     truncates: ClassVar[bool] = False
-    right_answer: ClassVar[str]
 
     def find(self, folder: Path) -> Path:
         """Return the path of the suite's file in a folder. Raises ValueError if there is none, or
@@ -121,6 +119,10 @@ class Suite(ABC):
         generated."""
 
     @abstractmethod
+    def solution(self, question: Question) -> str:
+        """An answer of score 1, for tests."""
+
+    @abstractmethod
     def judge(
         self, questions: Sequence[Question], answers: Sequence[str], report: Report | None = None
     ) -> list[Verdict]:
@@ -132,12 +134,16 @@ class LineSuite(Suite):
     """A suite whose questions are the lines of a JSONL file.
 
     keys: of each line. texts: the keys whose values are texts that are not blank (default: all).
-    example: a line of the file, for tests.
+    example: a line of the file, and right_answer: an answer of score 1 to it, both for tests.
     """
 
     keys: ClassVar[tuple[str, ...]]
     texts: ClassVar[tuple[str, ...] | None] = None
     example: ClassVar[Mapping[str, Any]]
+    right_answer: ClassVar[str]
+
+    def solution(self, question: Question) -> str:
+        return self.right_answer
 
     @abstractmethod
     def question(self, fields: Mapping[str, Any], line: int) -> Question:

@@ -40,8 +40,8 @@ _SHORT = (
 )
 _ANSWER = "Question: {input}\nAnswer:"
 _HOPS = DataSet(_PASSAGES, _ANSWER, metrics.word_f1, 32)
-# The prompts (with "asconcisely"), lengths and metrics of the released `dataset2prompt.json`, `dataset2maxlen.json` and
-# `eval.py`.
+# The prompts (with "asconcisely"), lengths and metrics of the released `dataset2prompt.json`,
+# `dataset2maxlen.json` and `eval.py`.
 DATA_SETS = {
     "narrativeqa": DataSet(
         "You are given a story, which can be either a novel or a movie script, and a question. "

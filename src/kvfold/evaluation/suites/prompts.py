@@ -15,7 +15,7 @@ class Prompt:
     """A question as token ids.
 
     context: the number of leading tokens that come before the question; 0 without a context.
-    max_new_tokens, stop: of the answer. truncated: whether the context lost its middle.
+    max_new_tokens, stop: of the answer. truncated: whether the message lost its middle.
     """
 
     ids: Sequence[int]
@@ -38,69 +38,78 @@ def prompts_of(
     max_new_tokens: of every answer; None: the suite's. length: tokens of a prompt and its answer
     above which a suite that truncates does so (None: never).
     """
-    chat = bool(tokenizer.chat_template)
-    length = length if suite.truncates else None
-    messages = [suite.message(question, chat) for question in questions]
-    return [
-        _encode(
-            tokenizer,
-            message,
-            chat and message.chat,
-            length,
-            max_new_tokens=max_new_tokens or message.max_new_tokens or suite.max_new_tokens,
-            stop=() if chat else suite.stop,
+    encoder, prompts = Encoder(tokenizer), []
+    for question in questions:
+        message = suite.message(question, encoder.chat)
+        limit = max_new_tokens or message.max_new_tokens or suite.max_new_tokens
+        shorter = message
+        if suite.truncates and length is not None:
+            shorter = encoder.truncate(message, length - limit)
+        ids, context = encoder.encode(shorter)
+        stop = () if encoder.chat else suite.stop
+        prompts.append(
+            Prompt(
+                ids=ids,
+                context=context,
+                max_new_tokens=limit,
+                stop=stop,
+                truncated=shorter != message,
+            )
         )
-        for message in messages
-    ]
+    return prompts
 
 
-def count_around(tokenizer: Any, message: Message) -> int:
-    """Tokens that a chat template and the begun reply add to the user's message."""
-    chat = tokenizer.chat_template and message.chat
-    before, after = around_message(tokenizer) if chat else ("", "")
-    leading = [] if chat else leading_tokens(tokenizer)
-    texts = before, after + message.reply
-    return len(leading) + sum(len(encode(tokenizer, text)) for text in texts)
+class Encoder:
+    """Encodes messages for one tokenizer. chat: whether it has a chat template."""
 
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.chat = tokenizer, bool(tokenizer.chat_template)
+        self._around = around_message(tokenizer) if self.chat else ("", "")
+        self._leading = leading_tokens(tokenizer)
 
-def _encode(
-    tokenizer: Any, message: Message, chat: bool, length: int | None, **answer: Any
-) -> Prompt:
-    if not message.context and not message.reply:
-        text = message.question
-        ids = encode_chat(tokenizer, text) if chat else encode_prompt(tokenizer, text)
-        return Prompt(ids=ids, **answer)
-    truncated = False
-    if length is not None:
-        room = length - answer["max_new_tokens"] - count_around(tokenizer, message)
-        shorter = _truncate(tokenizer, message, room)
-        truncated, message = shorter != message, shorter
-    before, after = around_message(tokenizer) if chat else ("", "")
-    if chat and not after:
-        raise ValueError(
-            "the model's chat template moves the user's message, so that a context cannot be told "
-            "from its question: ask suites without contexts only"
-        )
-    leading = [] if chat else leading_tokens(tokenizer)
-    begin = before + message.context
-    ids = encode(tokenizer, begin + message.question + after + message.reply)
-    # Tokens at the end of the context may differ where the question follows.
-    pairs = zip(ids, encode(tokenizer, begin), strict=False)
-    context = sum(1 for _ in takewhile(lambda x: x[0] == x[1], pairs)) if message.context else 0
-    context += len(leading) if context else 0
-    return Prompt(ids=[*leading, *ids], context=context, truncated=truncated, **answer)
+    def encode(self, message: Message) -> tuple[list[int], int]:
+        """Token ids, and how many of them come before the question."""
+        text, chat = message.question, self.chat and message.chat
+        if not message.context and not message.reply:
+            return (encode_chat if chat else encode_prompt)(self.tokenizer, text), 0
+        leading, before, after = self._parts(message)
+        if chat and not after:
+            raise ValueError(
+                "the model's chat template moves the user's message, so that a context cannot be "
+                "told from its question: ask suites without long texts only"
+            )
+        begin = before + message.context
+        ids = encode(self.tokenizer, begin + text + after)
+        # The last tokens of the context may differ where the question follows.
+        pairs = zip(ids, encode(self.tokenizer, begin), strict=False)
+        context = len(leading) + sum(1 for _ in takewhile(lambda x: x[0] == x[1], pairs))
+        return [*leading, *ids], context if message.context else 0
 
+    def count(self, message: Message) -> int:
+        """Tokens of a message as a prompt."""
+        leading, before, after = self._parts(message)
+        texts = before, message.context + message.question, after
+        return len(leading) + sum(len(encode(self.tokenizer, text)) for text in texts if text)
 
-def _truncate(tokenizer: Any, message: Message, room: int) -> Message:
-    """Cut the middle of the user's message, so that it has at most `room` tokens, as LongBench does
-    (Bai et al. 2024). The question stays whole, unless it is longer than half of them."""
-    text = message.context + message.question
-    ids = encode(tokenizer, text)
-    for most in range(room, 1, -2):  # the halves may have a few more tokens once they are joined
-        if len(encode(tokenizer, text)) <= room:
-            break
-        halves = ids[: most // 2], ids[-(most // 2) :]
-        text = "".join(tokenizer.decode(half, skip_special_tokens=True) for half in halves)
-    if text.endswith(message.question):
-        return replace(message, context=text.removesuffix(message.question))
-    return replace(message, context="", question=text)
+    def _parts(self, message: Message) -> tuple[list[int], str, str]:
+        """Special tokens and text before the user's message, and the text after it."""
+        if not (self.chat and message.chat):
+            return self._leading, "", message.reply
+        before, after = self._around
+        return [], before, after + message.reply
+
+    def truncate(self, message: Message, most: int) -> Message:
+        """Cut the middle of the user's message, so that its prompt has at most `most` tokens, as
+        LongBench does (Bai et al. 2024). The question stays whole, unless it is longer than half of
+        them."""
+        around = self.count(replace(message, context="", question=""))
+        text = message.context + message.question
+        ids = encode(self.tokenizer, text)
+        for size in range(most - around, 1, -2):  # joined, the halves may have a few more tokens
+            if len(encode(self.tokenizer, text)) <= most - around:
+                break
+            halves = ids[: size // 2], ids[-(size // 2) :]
+            text = "".join(self.tokenizer.decode(x, skip_special_tokens=True) for x in halves)
+        if text.endswith(message.question):
+            return replace(message, context=text.removesuffix(message.question))
+        return replace(message, context="", question=text)
