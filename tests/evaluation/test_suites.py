@@ -20,6 +20,7 @@ from generated_pages import check_page, description, row
 from kvfold import LLM
 from kvfold.cli import suites as command
 from kvfold.cli.main import main
+from kvfold.evaluation.ruler.tasks import TASKS
 from kvfold.evaluation.suites import SUITES, find_file, read_suite
 from kvfold.evaluation.suites.base import LineSuite, Question
 from kvfold.evaluation.suites.engines import ByKVFold, ByVLLM, Reply
@@ -115,8 +116,9 @@ LINES = {name: suite for name, suite in SUITES.items() if isinstance(suite, Line
 
 def example_file(name: str, folder: Path, **changes: str) -> Path:
     """The file of a suite with its example, some values changed."""
-    path = folder / LINES[name].files[-1].replace("*", "200")
-    path.write_text(json.dumps(dict(LINES[name].example) | changes), encoding="utf-8")
+    example = LINES[name].example
+    path = folder / LINES[name].files[-1].replace("*", example.get("dataset", "200"))
+    path.write_text(json.dumps(dict(example) | changes), encoding="utf-8")
     return path
 
 
@@ -130,7 +132,7 @@ def example_questions(name: str, folder: Path) -> list[Question]:
 @pytest.mark.parametrize("name", LINES)
 def test_a_suite_reads_its_example(name: str, tmp_path: Path) -> None:
     suite, path = LINES[name], example_file(name, tmp_path)
-    assert find_file(name, tmp_path) == path and len(read_suite(name, path)) == 1
+    assert len(read_suite(name, path)) == len(read_suite(name, find_file(name, tmp_path))) == 1
     for key in suite.keys if suite.texts is None else suite.texts:
         with pytest.raises(ValueError, match=f"suite {name}: .* line 1: {key} is '  '"):
             read_suite(name, example_file(name, tmp_path, **{key: "  "}))
@@ -155,7 +157,7 @@ def test_a_suite_asks_and_judges_its_example(name: str, tmp_path: Path) -> None:
 
 @SUITE
 def test_a_suite_runs_in_kvfolds_engine(name: str, tmp_path: Path, llm: LLM) -> None:
-    questions = example_questions(name, tmp_path)
+    questions = example_questions(name, tmp_path)[::4]
     result = run_suite(name, questions, ByKVFold(llm), max_new_tokens=3)
     assert len(result.answers) == len(questions) and not result.errors
     assert SuiteResult.from_record(json.loads(json.dumps(result.record()))) == result
@@ -189,6 +191,7 @@ def test_the_page_and_help_have_every_suite(capsys) -> None:
     table += row("---", "---", "---", "---", "---")
     for name, suite in SUITES.items():
         files = ", ".join(f"`{file}`" for file in suite.files)
+        files += "" if suite.needs_files else " (optional)"
         tokens = f"{suite.max_new_tokens} tokens"
         table += row(f"`{name}`", suite.title, files, tokens, description(type(suite)))
     check_page("suites.md", "suites", Path(__file__), table)
@@ -429,3 +432,115 @@ def test_the_command_beside_the_original(files: Path, capsys) -> None:
     words += ["--suite-tokens", "3", "--max-sequences", "2", "--kv-bytes", str(2**24)]
     assert main([*words, "--against", "reference:gqa", "--device", "cpu"]) == 0
     assert "2 texts equal" in capsys.readouterr().out
+
+
+# -- long texts --------------------------------------------------------------------------------
+
+
+NEWS = {"input": "", "answers": ["a b c"], "dataset": "multi_news", "all_classes": None}
+TREC = {
+    "input": "Question: Who?\nType:",
+    "context": "Question: Where?\nType: place",
+    "answers": ["person"],
+    "dataset": "trec",
+    "all_classes": ["person", "place"],
+}
+
+
+def test_a_folder_has_several_data_sets(tmp_path: Path) -> None:
+    for name, fields in {"trec": TREC, "longbench-multi_news": NEWS | {"context": "x"}}.items():
+        (tmp_path / f"{name}.jsonl").write_text(2 * f"{json.dumps(fields)}\n")
+    questions = read_suite("longbench", find_file("longbench", tmp_path), 1)
+    assert [x.id for x in questions] == ["multi_news line 1", "trec line 1"]
+    replies = [Reply(text="a b", finish_reason="eos"), Reply(text="\nperson\nplace")]
+    result = run_suite("longbench", questions, Fixed(replies))
+    assert [round(x.score, 4) for x in result.answers] == [0.8, 1]  # words: 2 of 2, and of 3
+    assert result.score.mean == pytest.approx(0.9) and result.right == 1
+    assert result.record()["groups"]["trec"]["mean"] == 1
+    worse = run_suite("longbench", questions, Fixed([replies[0], Reply(text="place")]))
+    found = changes(result, worse)
+    assert found.difference == pytest.approx(-0.5) and found.worse == ("trec line 1",)
+    assert found.groups["multi_news"].mean == 0
+
+
+def test_a_mean_is_over_groups() -> None:
+    """Also its error: of groups of two, [0, 1] and [1, 1]."""
+    questions = [Question(id=str(i), fields=MATH[0], group="ab"[i // 2]) for i in range(4)]
+    result = run_suite("math", questions, Fixed([Reply(text=x) for x in "5444"]))
+    assert {x: (y.mean, y.error) for x, y in result.groups.items()} == {
+        "a": (0.5, 0.5),
+        "b": (1, 0),
+    }
+    assert (result.score.mean, result.score.error, result.score.num_examples) == (0.75, 0.25, 4)
+
+
+def test_a_prompt_loses_its_middle(tmp_path: Path) -> None:
+    words = [f"w{i}" for i in range(400)]
+    path = tmp_path / "multi_news.jsonl"
+    path.write_text(json.dumps(NEWS | {"context": " ".join(words)}))
+    suite, questions = SUITES["longbench"], read_suite("longbench", path)
+    tokenizer = load_tokenizer("reference:gqa")
+    for template in (None, CHAT):
+        tokenizer.chat_template = template
+        (whole,) = prompts_of(suite, questions, tokenizer)
+        (cut,) = prompts_of(suite, questions, tokenizer, length=512 + 300)
+        assert cut.truncated and not whole.truncated
+        assert len(whole.ids) > 300 >= len(cut.ids) > 290
+        text = tokenizer.decode(cut.ids, skip_special_tokens=True)
+        assert "You are given several news passages" in text and "w0 w1 w2" in text
+        assert "w398 w399\n\nNow, write a one-page summary of all the news.\n\nSummary:" in text
+        assert "w150" not in text
+        after = tokenizer.decode(cut.ids[cut.context :], skip_special_tokens=True)
+        assert after.strip().startswith("Now, write") and template in (None, CHAT)
+        (same,) = prompts_of(suite, questions, tokenizer, length=512 + len(whole.ids))
+        assert not same.truncated and same == whole
+
+
+def test_lines_are_judged_by_the_last_number() -> None:
+    question = Question(id="line 1", fields=dict(SUITES["longeval"].example))
+    answers = ["<1> is not it; it is <48213>.", "48213, not 1", "I do not know", "9" * 5000]
+    verdicts = SUITES["longeval"].judge([question] * 4, answers)
+    assert [x.score for x in verdicts] == [1, 0, 0, 0] and verdicts[2].kind == "no number"
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="../shared/data/tasks is not on this machine")
+def test_the_published_files_of_long_texts() -> None:
+    for name, count in (("longbench", 200), ("longeval", 50)):
+        questions = read_suite(name, find_file(name, DATA))
+        message = SUITES[name].message(questions[0], chat=True)
+        assert len(questions) == count and len(message.context) > 10 * len(message.question)
+    correct = [x.fields["correct_line"] for x in questions]
+    assert all(x.score == 1 for x in SUITES["longeval"].judge(questions, correct))
+
+
+def test_a_question_comes_after_its_text_was_evicted(tmp_path: Path, capsys) -> None:
+    """The same prompts, and other answers than with the question before."""
+    path, texts = example_file("longeval", tmp_path), {}
+    words = ["eval", "reference:gqa", "--suite", f"longeval={path}", "--suite-tokens", "8"]
+    words += ["--evict", "snapkv", "--keep-tokens", "0.3", "--page", "8", "--device", "cpu"]
+    words += ["--max-sequences", "2", "--kv-bytes", str(2**24)]
+    for question in ("before", "after"):
+        file = tmp_path / f"{question}.json"
+        assert main([*words, "--question", question, "--json", str(file)]) == 0
+        (answer,) = json.loads(file.read_text())["suites"]["longeval"]["answers"]
+        texts[question] = answer["text"]
+    assert texts["before"] != texts["after"]
+    llm = LLM("reference:gqa", device="cpu", max_sequences=2, max_tokens=512, kv_bytes=2**24,
+              evict="snapkv", keep_tokens=0.3, page=8)  # fmt: skip
+    (prompt,) = prompts_of(SUITES["longeval"], read_suite("longeval", path), llm.tokenizer)
+    assert 0 < prompt.context < len(prompt.ids)
+    (reply,) = ByKVFold(llm, question_after=True).answer([replace(prompt, max_new_tokens=8)])
+    assert reply.text == texts["after"]
+
+
+def test_ruler_needs_no_files(tmp_path: Path, monkeypatch, capsys) -> None:
+    few = {name: TASKS[name] for name in ("niah_single_1", "cwe", "qa_1")}
+    monkeypatch.setattr("kvfold.evaluation.suites.ruler.TASKS", few)
+    words = ["eval", "reference:gqa", "--suite", "ruler", "--suite-rows", "1", "--suite-length"]
+    words += ["600", "--suite-tokens", "2", "--max-sequences", "4", "--kv-bytes", str(2**24)]
+    assert main([*words, "--device", "cpu", "--json", str(tmp_path / "ruler.json")]) == 0
+    out = capsys.readouterr().out
+    assert "ruler: without qa_1 (squad.json is not given)" in out and "  niah_single_1: " in out
+    record = json.loads((tmp_path / "ruler.json").read_text())
+    assert [*record["suites"]["ruler"]["groups"]] == ["niah_single_1", "cwe"]
+    assert len(record["notes"]["ruler"]) == 3

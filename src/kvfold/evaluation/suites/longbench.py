@@ -167,9 +167,7 @@ class LongBench(LineSuite):
     title = "LongBench"
     keys = ("input", "context", "answers", "dataset", "all_classes")
     texts = ("context", "dataset")
-    files = tuple(
-        file for name in DATA_SETS for file in (f"{name}.jsonl", f"longbench-{name}.jsonl")
-    )
+    files = ("*.jsonl", "longbench-*.jsonl")  # * is a data set
     max_new_tokens = max(x.max_new_tokens for x in DATA_SETS.values())
     has_context = truncates = True
     example: ClassVar = {
@@ -183,11 +181,13 @@ class LongBench(LineSuite):
 
     def find(self, folder: Path) -> Path:
         if not self.found(folder):
-            raise ValueError(f"{folder} has no {self.files[0]} or another data set; name the file")
+            names = ", ".join(f"{name}.jsonl" for name in DATA_SETS)
+            raise ValueError(f"{folder} has none of {names}; name the file")
         return folder
 
     def found(self, folder: Path) -> list[Path]:
-        return [folder / name for name in self.files if (folder / name).is_file()]
+        names = (file.replace("*", name) for name in DATA_SETS for file in self.files)
+        return [folder / name for name in names if (folder / name).is_file()]
 
     def read(
         self, path: Path | None, where: str, *, rows: int | None = None, **built: Any
