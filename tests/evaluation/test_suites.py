@@ -516,12 +516,13 @@ def test_the_published_files_of_long_texts() -> None:
 def test_a_question_comes_after_its_text_was_evicted(tmp_path: Path, capsys) -> None:
     """The same prompts, and other answers than with the question before."""
     path, texts = example_file("longeval", tmp_path), {}
-    words = ["eval", "reference:gqa", "--suite", f"longeval={path}", "--suite-tokens", "8"]
-    words += ["--evict", "snapkv", "--keep-tokens", "0.3", "--page", "8", "--device", "cpu"]
-    words += ["--max-sequences", "2", "--kv-bytes", str(2**24)]
+    words = ["eval", "reference:gqa", "--suite", f"longeval={path}", "--device", "cpu"]
+    words += ["--evict", "snapkv", "--keep-tokens", "0.3"]
+    for setting in ("suite-tokens=8", "page=8", "max-sequences=2", f"kv-bytes={2**24}"):
+        words += ["--set", setting]
     for question in ("before", "after"):
         file = tmp_path / f"{question}.json"
-        assert main([*words, "--question", question, "--json", str(file)]) == 0
+        assert main([*words, "--set", f"question={question}", "--json", str(file)]) == 0
         (answer,) = json.loads(file.read_text())["suites"]["longeval"]["answers"]
         texts[question] = answer["text"]
     assert texts["before"] != texts["after"]
@@ -534,13 +535,15 @@ def test_a_question_comes_after_its_text_was_evicted(tmp_path: Path, capsys) -> 
 
 
 def test_ruler_needs_no_files(tmp_path: Path, monkeypatch, capsys) -> None:
-    few = {name: TASKS[name] for name in ("niah_single_1", "cwe", "qa_1")}
+    few = {name: TASKS[name] for name in ("niah_single_1", "fwe", "qa_1")}
     monkeypatch.setattr("kvfold.evaluation.suites.ruler.TASKS", few)
-    words = ["eval", "reference:gqa", "--suite", "ruler", "--suite-rows", "1", "--suite-length"]
-    words += ["600", "--suite-tokens", "2", "--max-sequences", "4", "--kv-bytes", str(2**24)]
-    assert main([*words, "--device", "cpu", "--json", str(tmp_path / "ruler.json")]) == 0
+    words = ["eval", "reference:gqa", "--suite", "ruler", "--device", "cpu"]
+    sizes = {"suite-rows": 1, "suite-length": 600, "suite-tokens": 2, "kv-bytes": 2**24}
+    for name, value in {**sizes, "max-sequences": 4}.items():
+        words += ["--set", f"{name}={value}"]
+    assert main([*words, "--json", str(tmp_path / "ruler.json")]) == 0
     out = capsys.readouterr().out
     assert "ruler: without qa_1 (squad.json is not given)" in out and "  niah_single_1: " in out
     record = json.loads((tmp_path / "ruler.json").read_text())
-    assert [*record["suites"]["ruler"]["groups"]] == ["niah_single_1", "cwe"]
+    assert [*record["suites"]["ruler"]["groups"]] == ["niah_single_1", "fwe"]
     assert len(record["notes"]["ruler"]) == 3
