@@ -94,13 +94,13 @@ class SuiteFlags:
             return
         if self.engine == "vllm":
             raise SettingError(
-                "`question=after` is a setting of kvfold's engine: leave `engine` or `question` out"
+                "`question` is a setting of kvfold's engine: leave `engine` or `question` out"
             )
         if plain := [name for name in self.files if not SUITES[name].has_context]:
             long = ", ".join(name for name, suite in SUITES.items() if suite.has_context)
             raise SettingError(
-                f"`question=after` is a setting of suites with long texts ({long}), and "
-                f"{plain[0]} has none: run it alone, without `question`"
+                f"`question` is a setting of suites with long texts ({long}), and "
+                f"{plain[0]} has none: leave it out"
             )
 
     @property

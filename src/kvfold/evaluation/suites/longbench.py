@@ -156,6 +156,7 @@ DATA_SETS = {
         chat=False,
     ),
 }
+_FILES = ", ".join(f"{name}.jsonl" for name in DATA_SETS)
 CHINESE = ("multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh")
 
 
@@ -181,8 +182,7 @@ class LongBench(LineSuite):
 
     def find(self, folder: Path) -> Path:
         if not self.found(folder):
-            names = ", ".join(f"{name}.jsonl" for name in DATA_SETS)
-            raise ValueError(f"{folder} has none of {names}; name the file")
+            raise ValueError(f"{folder} has none of {_FILES}; name the file")
         return folder
 
     def found(self, folder: Path) -> list[Path]:
@@ -196,9 +196,10 @@ class LongBench(LineSuite):
         assert path is not None
         if not path.is_dir():
             return super().read(path, where, rows=rows)
-        self.find(path)
+        if not (files := self.found(path)):
+            raise ValueError(f"{where} has none of {_FILES}; name the file")
         questions: list[Question] = []
-        for file in self.found(path):
+        for file in files:
             questions += super().read(file, f"{where}/{file.name}", rows=rows)
         return questions
 
