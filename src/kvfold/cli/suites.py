@@ -19,6 +19,7 @@ from kvfold.evaluation.suites import SUITES, find_file, read_suite
 from kvfold.evaluation.suites.base import Question
 from kvfold.utils.errors import SettingError
 from kvfold.utils.files import check_apart, finite, write_json
+from kvfold.utils.progress import stage
 
 if TYPE_CHECKING:
     from kvfold.evaluation.suites.engines import Answering
@@ -143,15 +144,17 @@ def evaluate(
 
     if json is not None:
         check_apart({"--json": json}, {"--suite": [x for x in flags.files.values() if x]})
-    questions = read_questions(model, flags)
     against = flags.against
-    if against is not None and against.endswith(".json"):
-        before = read_results(Path(against), questions)
-        check_alike(before, questions, model, flags, maps)
+    earlier = against is not None and against.endswith(".json")
+    if against is not None and earlier:
+        before = read_results(Path(against), list(flags.files))
     elif against is not None:
         check_model(against, flags, STORAGE, place)
     check_model(model, flags, storage, place, maps)
-    if against is not None and not against.endswith(".json"):
+    questions = read_questions(model, flags)
+    if earlier:
+        check_alike(before, questions, model, flags, maps)
+    elif against is not None:
         before = answers(against, questions, flags, STORAGE, place)
         show(against, before)
     results = answers(model, questions, flags, storage, place, maps)
@@ -184,13 +187,14 @@ def evaluate(
 def read_questions(model: str, flags: SuiteFlags) -> Questions:
     """The questions of every suite. Prints what differs from the published benchmark."""
     tokenizer = common.load_tokenizer(model)
+    how = {"length": flags.suite_length, "tokenizer": tokenizer}
     questions = {}
-    for name, path in flags.files.items():
-        for note in SUITES[name].notes(path):
-            print(f"{name}: {note}")
-        questions[name] = read_suite(
-            name, path, flags.suite_rows, length=flags.suite_length, tokenizer=tokenizer
-        )
+    with common.progress() as progress:
+        for name, path in flags.files.items():
+            for note in SUITES[name].notes(path):
+                print(f"{name}: {note}")
+            report = stage(progress, f"{name} questions")
+            questions[name] = read_suite(name, path, flags.suite_rows, report=report, **how)
     return questions
 
 
@@ -342,7 +346,7 @@ def vllm_settings(config: Any, maps: str | None, storage: Storage, place: Place)
     return {"dtype": place.dtype, **settings}
 
 
-def read_results(path: Path, questions: Questions) -> "dict[str, SuiteResult]":
+def read_results(path: Path, names: Sequence[str]) -> "dict[str, SuiteResult]":
     """The results of these suites in a JSON file that --json wrote. Raises ValueError for another
     file."""
     from kvfold.evaluation.suites.run import SuiteResult
@@ -351,10 +355,10 @@ def read_results(path: Path, questions: Questions) -> "dict[str, SuiteResult]":
     text = read_text(path)
     try:
         records = json_object(text)["suites"]
-        return {name: SuiteResult.from_record(records[name]) for name in questions}
+        return {name: SuiteResult.from_record(records[name]) for name in names}
     except (ValueError, KeyError, TypeError, AttributeError):
         raise SettingError(
-            f"`against`: {path} holds no results of {', '.join(questions)}; make it with "
+            f"`against`: {path} holds no results of {', '.join(names)}; make it with "
             "kvfold eval --suite and --json"
         ) from None
 

@@ -13,6 +13,7 @@ from kvfold.evaluation.suites.humaneval import HumanEval
 from kvfold.evaluation.suites.longbench import LongBench
 from kvfold.evaluation.suites.longeval import LongEval
 from kvfold.evaluation.suites.ruler import RULER
+from kvfold.utils.progress import Report
 
 SUITES: dict[str, Suite] = {
     "code": HumanEval(),
@@ -39,12 +40,15 @@ def read_suite(
     *,
     length: int | None = None,
     tokenizer: Any = None,
+    report: Report | None = None,
 ) -> list[Question]:
     """Read the first `rows` questions (None: all) of a file or, of a suite with several tasks or
-    data sets, of each. For `length` and `tokenizer` see `Suite.read`.
+    data sets, of each. For `length`, `tokenizer` and `report` see `Suite.read`.
 
     Raises ValueError that names the file, the line and what is legal.
     """
     file = None if path is None else Path(path)
     where = f"suite {name}" if file is None else f"suite {name}: {file}"
-    return SUITES[name].read(file, where, rows=rows, length=length, tokenizer=tokenizer)
+    return SUITES[name].read(
+        file, where, rows=rows, length=length, tokenizer=tokenizer, report=report
+    )

@@ -98,12 +98,14 @@ class Suite(ABC):
         rows: int | None = None,
         length: int | None = None,
         tokenizer: Any = None,
+        report: Report | None = None,
     ) -> list[Question]:
         """Read or build the questions.
 
         path: of a file, or of a folder. where: with which errors begin. rows: most questions of
         each group (None: all). length, tokenizer: tokens of a question and its answer, for suites
-        that build questions of any length. Raises ValueError.
+        that build questions of any length. report: called with (questions built, all). Raises
+        ValueError.
         """
 
     def notes(self, path: Path | None) -> tuple[str, ...]:
@@ -158,6 +160,7 @@ class LineSuite(Suite):
         rows: int | None = None,
         length: int | None = None,
         tokenizer: Any = None,
+        report: Report | None = None,
     ) -> list[Question]:
         """Read the first `rows` lines of a .jsonl, .jsonl.gz or .jsonl.xz file."""
         assert path is not None

@@ -58,6 +58,7 @@ class RULER(Suite):
         rows: int | None = None,
         length: int | None = None,
         tokenizer: Any = None,
+        report: Report | None = None,
     ) -> list[Question]:
         """Build the first `rows` examples of each task. path: a folder with some of `files`."""
         if path is not None and not path.is_dir():
@@ -69,19 +70,22 @@ class RULER(Suite):
         def count(example: Example) -> int:
             return encoder.count(_message(example, encoder.chat))
 
-        questions = []
-        for name in TASKS:
-            if name in DOCUMENTS and name not in sources.questions:
-                continue
-            most = min(rows or ROWS, len(sources.questions.get(name, ())) or ROWS)
-            try:
-                built = list(examples(name, sources, length=length, rows=most, count=count))
-            except ValueError as error:
-                raise ValueError(f"{where}: {error}") from None
-            questions += [
-                Question(id=f"{name} {length} {i}", fields={"example": example}, group=name)
-                for i, example in enumerate(built)
-            ]
+        numbers = {
+            name: min(rows or ROWS, len(sources.questions.get(name, ())) or ROWS)
+            for name in TASKS
+            if name not in DOCUMENTS or name in sources.questions
+        }
+        questions: list[Question] = []
+        try:
+            for name, most in numbers.items():
+                built = examples(name, sources, length=length, rows=most, count=count)
+                for i, example in enumerate(built):
+                    id, fields = f"{name} {length} {i}", {"example": example}
+                    questions.append(Question(id=id, fields=fields, group=name))
+                    if report is not None:
+                        report(len(questions), sum(numbers.values()))
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
         return questions
 
     def message(self, question: Question, chat: bool) -> Message:
