@@ -18,9 +18,9 @@ NEW = 6
 
 
 def parts(seed: int) -> tuple[list[int], list[int]]:
-    """A context and a question."""
-    ids = tokens(1, 70, seed=seed)[0].tolist()
-    return ids[:60], ids[60:]
+    """A context, which fills its pages, and a question."""
+    ids = tokens(1, 74, seed=seed)[0].tolist()
+    return ids[:64], ids[64:]
 
 
 def in_a_session(evict: str, seed: int) -> list[int]:
@@ -39,7 +39,7 @@ def llm_of(evict: str, **settings) -> LLM:
 
 def answers(llm: LLM, seeds: list[int], split: bool = True) -> list[list[int]]:
     prompts = [context + question for context, question in map(parts, seeds)]
-    caches = [CacheParams(compress_after=60 if split else None)] * len(seeds)
+    caches = [CacheParams(compress_after=64 if split else None)] * len(seeds)
     sampling = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
     return [list(x.token_ids) for x in llm.generate(prompts, sampling, cache=caches)]
 
@@ -68,8 +68,8 @@ def test_a_request_that_starts_again_stops_at_the_same_token() -> None:
 
 def test_values_that_are_refused() -> None:
     llm, prompt = llm_of("snapkv"), parts(0)[0]
-    for after in (61, 0):
-        with pytest.raises(SettingError, match=r"compress_after must be in 1\.\.60"):
+    for after in (65, 0):
+        with pytest.raises(SettingError, match=r"compress_after must be in 1\.\.64"):
             llm.generate([prompt], cache=CacheParams(compress_after=after))
     with pytest.raises(SettingError, match="compress_after and prompt_logprobs cannot be"):
         sampling = SamplingParams(prompt_logprobs=1)

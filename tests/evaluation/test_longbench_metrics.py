@@ -40,3 +40,4 @@ def test_scores(metric: str, answer: str, expected: str, score: float) -> None:
 
 def test_a_common_subsequence_keeps_the_order() -> None:
     assert metrics.common_subsequence("abcbdab", "bdcaba") in ([*"bcba"], [*"bdab"], [*"bcab"])
+    assert metrics.common_subsequence("ab", "ba") == ["b"]

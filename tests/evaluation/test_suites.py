@@ -464,14 +464,13 @@ def test_a_folder_has_several_data_sets(tmp_path: Path) -> None:
 
 
 def test_a_mean_is_over_groups() -> None:
-    """Also its error: of groups of two, [0, 1] and [1, 1]."""
-    questions = [Question(id=str(i), fields=MATH[0], group="ab"[i // 2]) for i in range(4)]
-    result = run_suite("math", questions, Fixed([Reply(text=x) for x in "5444"]))
-    assert {x: (y.mean, y.error) for x, y in result.groups.items()} == {
-        "a": (0.5, 0.5),
-        "b": (1, 0),
-    }
-    assert (result.score.mean, result.score.error, result.score.num_examples) == (0.75, 0.25, 4)
+    """Also its error: of groups [0, 1] and [1, 0, 1, 1]."""
+    questions = [Question(id=str(i), fields=MATH[0], group="aabbbb"[i]) for i in range(6)]
+    result = run_suite("math", questions, Fixed([Reply(text=x) for x in "544544"]))
+    found = {x: (y.mean, y.error) for x, y in result.groups.items()}
+    assert found == {"a": (0.5, 0.5), "b": (0.75, 0.25)} and result.score.num_examples == 6
+    assert result.score.mean == 0.625
+    assert result.score.error == pytest.approx((0.5**2 + 0.25**2) ** 0.5 / 2)
 
 
 def test_a_prompt_loses_its_middle(tmp_path: Path) -> None:
