@@ -128,10 +128,10 @@ _VALUES = {"words": _word, "numbers": _number, "uuids": _uuid}
 
 def _distinct(rng: random.Random, kind: str, count: int) -> list[str]:
     """Different random values."""
-    found: dict[str, None] = {}
-    while len(found) < count:
-        found[_VALUES[kind](rng)] = None
-    return list(found)
+    values: dict[str, None] = {}
+    while len(values) < count:
+        values[_VALUES[kind](rng)] = None
+    return list(values)
 
 
 def needles(
@@ -156,7 +156,9 @@ def needles(
         for i, name in enumerate(names[:num_keys])
     }
     facts = [
-        NEEDLE.format(kind=value, key=name, value=x) for name, own in hidden.items() for x in own
+        NEEDLE.format(kind=value, key=name, value=x)
+        for name, values in hidden.items()
+        for x in values
     ]
     rng.shuffle(facts)
     if haystack == "essays":
@@ -165,14 +167,14 @@ def needles(
         pairs = zip(names[num_keys:], drawn[num_keys * num_values :], strict=True)
         lines = [NEEDLE.format(kind=value, key=x, value=y) for x, y in pairs] or [NOISE] * size
         text = "\n".join(_insert(lines, facts, rng.sample(range(size), len(facts))))
-    asked = rng.sample(list(hidden), num_asked)
+    queried = rng.sample(list(hidden), num_asked)
     several = num_asked * num_values > 1
-    words, reply = question(_listed(asked), value, several)
+    words, reply = question(_listed(queried), value, several)
     return Example(
         context=f"{intro(value, several)}{text}\n",
         question=words,
         reply=reply,
-        answers=tuple(x for name in asked for x in hidden[name]),
+        answers=tuple(x for name in queried for x in hidden[name]),
     )
 
 
@@ -311,17 +313,17 @@ def frequent_words(setup: Setup, rng: random.Random, size: int) -> Example:
 def documents(setup: Setup, rng: random.Random, size: int, *, name: str) -> Example:
     """A question about one or some of `size` documents."""
     texts, known = setup.sources.documents[name], setup.sources.questions[name]
-    asked = known[setup.row % len(known)]
-    chosen = [*asked.needed, *_some(asked.related, rng, size - len(asked.needed))]
-    rest = [i for i in range(len(texts)) if i not in {*asked.needed, *asked.related}]
+    query = known[setup.row % len(known)]
+    chosen = [*query.needed, *_some(query.related, rng, size - len(query.needed))]
+    rest = [i for i in range(len(texts)) if i not in {*query.needed, *query.related}]
     chosen += _some(rest, rng, size - len(chosen))
     rng.shuffle(chosen)
     text = "\n\n".join(f"Document {i}:\n{texts[x]}" for i, x in enumerate(chosen, start=1))
     return Example(
         context=f"{DOCUMENTS_INTRO}{text}\n\n",
-        question=f"{DOCUMENTS_QUESTION}Question: {asked.question}",
+        question=f"{DOCUMENTS_QUESTION}Question: {query.question}",
         reply=" Answer:",
-        answers=asked.answers,
+        answers=query.answers,
     )
 
 
@@ -413,5 +415,5 @@ def score(name: str, answers: Sequence[str], text: str) -> float:
     """The share of the answers that a text contains, or, for questions about documents, whether it
     contains one of them; upper and lower case are equal (string_match_all, string_match_part)."""
     plain = re.sub(r"[\x00-\x1f]", "\n", text).strip().lower()
-    found = [answer.lower() in plain for answer in answers]
-    return float(any(found)) if TASKS[name].any_answer else sum(found) / len(found)
+    matches = [answer.lower() in plain for answer in answers]
+    return float(any(matches)) if TASKS[name].any_answer else sum(matches) / len(matches)

@@ -78,13 +78,13 @@ class Suite(ABC):
     def find(self, folder: Path) -> Path:
         """Return the path of the suite's file in a folder. Raises ValueError if there is none, or
         more than one."""
-        found = self.found(folder)
-        if len(found) == 1:
-            return found[0]
-        names = ", ".join(x.name for x in found) or f"no {' or '.join(self.files)}"
+        paths = self.files_in(folder)
+        if len(paths) == 1:
+            return paths[0]
+        names = ", ".join(x.name for x in paths) or f"no {' or '.join(self.files)}"
         raise ValueError(f"{folder} has {names}; name the file")
 
-    def found(self, folder: Path) -> list[Path]:
+    def files_in(self, folder: Path) -> list[Path]:
         """The suite's files in a folder, under the first published name that exists."""
         matches = (sorted(x for x in folder.glob(name) if x.is_file()) for name in self.files)
         return next(filter(None, matches), [])

@@ -181,11 +181,11 @@ class LongBench(LineSuite):
     right_answer = "Strelsau"
 
     def find(self, folder: Path) -> Path:
-        if not self.found(folder):
+        if not self.files_in(folder):
             raise ValueError(f"{folder} has none of {_FILES}; name the file")
         return folder
 
-    def found(self, folder: Path) -> list[Path]:
+    def files_in(self, folder: Path) -> list[Path]:
         names = (file.replace("*", name) for name in DATA_SETS for file in self.files)
         return [folder / name for name in names if (folder / name).is_file()]
 
@@ -196,7 +196,7 @@ class LongBench(LineSuite):
         assert path is not None
         if not path.is_dir():
             return super().read(path, where, rows=rows)
-        if not (files := self.found(path)):
+        if not (files := self.files_in(path)):
             raise ValueError(f"{where} has none of {_FILES}; name the file")
         questions: list[Question] = []
         for file in files:

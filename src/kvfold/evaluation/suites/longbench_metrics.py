@@ -51,16 +51,16 @@ def common_subsequence(x: Sequence[str], y: Sequence[str]) -> list[str]:
         for j, other in enumerate(y):
             row.append(above[j] + 1 if word == other else max(above[j + 1], row[j]))
         lengths.append(row)
-    found, i, j = [], len(x), len(y)
+    common, i, j = [], len(x), len(y)
     while i and j:
         if x[i - 1] == y[j - 1]:
-            found.append(x[i - 1])
+            common.append(x[i - 1])
             i, j = i - 1, j - 1
         elif lengths[i - 1][j] > lengths[i][j - 1]:
             i -= 1
         else:
             j -= 1
-    return found[::-1]
+    return common[::-1]
 
 
 def class_named(answer: str, expected: str, classes: Classes = ()) -> float:

@@ -117,23 +117,23 @@ def _message(example: Example, chat: bool, max_new_tokens: int | None = None) ->
 def read_sources(folder: Path | None, where: str) -> Sources:
     """Read those of a suite's files that a folder has. Raises ValueError for other contents than
     the published ones."""
-    found: dict[str, Any] = {}
+    contents: dict[str, Any] = {}
     for file, parse in _PARSERS.items():
         if folder is None or not (path := folder / file).is_file():
             continue
         try:
-            found[file] = parse(json.loads(read_text(path)))
+            contents[file] = parse(json.loads(read_text(path)))
         except json.JSONDecodeError:
             raise ValueError(f"{where}/{file}: not JSON; give the published file") from None
         except (KeyError, TypeError, IndexError, AttributeError):
             raise ValueError(
                 f"{where}/{file}: not the JSON of {_PUBLISHED[file]}; give the published file"
             ) from None
-    tasks = {task: found[file] for task, file in DOCUMENTS.items() if file in found}
+    tasks = {task: contents[file] for task, file in DOCUMENTS.items() if file in contents}
     return Sources(
-        **({"essays": found[ESSAYS]} if ESSAYS in found else {}),
+        **({"essays": contents[ESSAYS]} if ESSAYS in contents else {}),
         documents={task: texts for task, (texts, _) in tasks.items()},
-        questions={task: asked for task, (_, asked) in tasks.items()},
+        questions={task: queries for task, (_, queries) in tasks.items()},
     )
 
 
@@ -150,12 +150,12 @@ def _squad(content: Any) -> Documents:
     articles = [article["paragraphs"] for article in content["data"]]
     texts = sorted({x["context"] for paragraphs in articles for x in paragraphs})
     index = {text: i for i, text in enumerate(texts)}
-    asked = []
+    queries = []
     for paragraphs in articles:
         article = dict.fromkeys(index[x["context"]] for x in paragraphs)
         for paragraph in paragraphs:
             needed = index[paragraph["context"]]
-            asked += [
+            queries += [
                 DocumentQuestion(
                     question=x["question"],
                     answers=tuple(answer["text"] for answer in x["answers"]),
@@ -165,23 +165,23 @@ def _squad(content: Any) -> Documents:
                 for x in paragraph["qas"]
                 if x["answers"]
             ]
-    return texts, asked
+    return texts, queries
 
 
 def _hotpotqa(content: Any) -> Documents:
     """The passages of HotpotQA, and its questions, which need ten of them each."""
     passages = [[f"{title}\n{''.join(x)}" for title, x in row["context"]] for row in content]
-    texts = sorted({text for own in passages for text in own})
+    texts = sorted({text for some in passages for text in some})
     index = {text: i for i, text in enumerate(texts)}
-    asked = [
+    queries = [
         DocumentQuestion(
             question=row["question"],
             answers=(row["answer"],),
-            needed=tuple(dict.fromkeys(index[text] for text in own)),
+            needed=tuple(dict.fromkeys(index[text] for text in some)),
         )
-        for row, own in zip(content, passages, strict=True)
+        for row, some in zip(content, passages, strict=True)
     ]
-    return texts, asked
+    return texts, queries
 
 
 _PARSERS: Mapping[str, Callable[[Any], Any]] = {
