@@ -33,10 +33,12 @@ from kvfold.engine.requests.params import SamplingParams
 from kvfold.evaluation.measure import NEEDLE_LENGTHS, Measurement, measure, text_windows
 from kvfold.evaluation.suites import read_suite
 from kvfold.evaluation.suites.engines import Answering, ByKVFold, ByVLLM, Reply
+from kvfold.evaluation.suites.prompts import Prompt
 from kvfold.evaluation.suites.run import run_suite
 from kvfold.hub.loading import load, load_config, load_tokenizer, resolve
 from kvfold.maps.sidecar import Sidecar
 from kvfold.utils.files import finite
+from kvfold.utils.progress import Report
 
 PLAIN: dict[str, dict[str, Any]] = {"original": {}, "bits-8": {"bits": 8}, "bits-4": {"bits": 4}}
 CTX, TOKENS, SLOTS, LONGEST = 2048, 32768, 64, 2048
@@ -73,9 +75,9 @@ class Keeping:
         self.prompts: list[list[int]] = []
         self.tokens: list[list[int]] = []
 
-    def answer(self, prompts: Sequence[Sequence[int]], **more: Any) -> list[Reply]:
-        replies = self.engine.answer(prompts, **more)
-        self.prompts += map(list, prompts)
+    def answer(self, prompts: Sequence[Prompt], report: Report | None = None) -> list[Reply]:
+        replies = self.engine.answer(prompts, report)
+        self.prompts += [list(prompt.ids) for prompt in prompts]
         self.tokens += [list(reply.token_ids) for reply in replies]
         return replies
 

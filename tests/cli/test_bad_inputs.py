@@ -26,6 +26,7 @@ from commands import refused
 from kvfold import LLM, CacheParams, SamplingParams
 from kvfold.config import CacheConfig, Recipe
 from kvfold.evaluation import report
+from kvfold.evaluation.suites import SUITES
 from kvfold.hub import download
 from kvfold.hub.checkpoint import KVFoldConfig
 from kvfold.hub.loading import load_config, load_tokenizer
@@ -36,6 +37,7 @@ from kvfold.maps.sidecar import TENSORS, Sidecar
 from kvfold.models.families import family_of
 from kvfold.ops.backend import use_triton
 
+LONGBENCH = dict(SUITES["longbench"].example)
 PAGE = Path(__file__).parents[2] / "docs" / "errors.md"
 HEAD = """# Bad inputs and what they are told
 
@@ -99,6 +101,10 @@ def files(tmp_path_factory) -> Path:
         "number.jsonl": '{"question": "Two and two?", "answer": 4}',
         "text.json": "A few words.",
         "no-suite.json": '{"suites": {"code": {}}}',
+        "chinese.jsonl": json.dumps({**LONGBENCH, "dataset": "vcsum"}),
+        "lines.jsonl": json.dumps(dict(SUITES["longeval"].example)),
+        "no-classes.jsonl": json.dumps({**LONGBENCH, "dataset": "trec"}),
+        "no-question.jsonl": '{"prompt": "line a: <1>", "expected_number": 1}',
         "gsm8k.jsonl": '{"question": "Two and two?", "answer": "#### 4"}',
     }
     for name, text in texts.items():

@@ -6,6 +6,7 @@ from dataclasses import asdict
 import pytest
 
 from kvfold.evaluation import ruler
+from kvfold.evaluation.ruler.tasks import CHAIN_INTRO
 from kvfold.evaluation.tasks import read_tasks
 from kvfold.evaluation.tasks.base import TaskAnswer
 from kvfold.hub.loading import load_tokenizer
@@ -51,7 +52,7 @@ def test_a_chain_is_told_as_rulers() -> None:
     (row,) = ruler.examples("variables", load_tokenizer("reference:gqa"), length=512, contexts=1)
     names = [answer.strip() for answer in row.answer]
     value = row.question.partition("the value ")[2].split()[0]
-    assert row.context.startswith(ruler.CHAIN_INTRO)
+    assert row.context.startswith(CHAIN_INTRO)
     for name, told in zip(names, [value, *(f"VAR {x}" for x in names)], strict=False):
         assert f"VAR {name} = {told}" in row.context
 

@@ -20,15 +20,18 @@ from generated_pages import check_page, description, row
 from kvfold import LLM
 from kvfold.cli import suites as command
 from kvfold.cli.main import main
+from kvfold.evaluation.ruler.tasks import TASKS
 from kvfold.evaluation.suites import SUITES, find_file, read_suite
-from kvfold.evaluation.suites.base import Question
+from kvfold.evaluation.suites.base import LineSuite, Question
 from kvfold.evaluation.suites.engines import ByKVFold, ByVLLM, Reply
 from kvfold.evaluation.suites.gsm8k import number_of
 from kvfold.evaluation.suites.humaneval import code_of
-from kvfold.evaluation.suites.run import SuiteResult, changes, prompts_of, run_suite
+from kvfold.evaluation.suites.prompts import Prompt, prompts_of
+from kvfold.evaluation.suites.run import SuiteResult, changes, run_suite
 from kvfold.hub.loading import load_tokenizer
 
 DATA = Path(__file__).parents[3] / "shared" / "data" / "tasks"
+CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}[assistant]"
 PROMPT = '''from typing import List
 
 
@@ -102,28 +105,38 @@ class Fixed:
         self.replies = replies
         self.tokenizer = load_tokenizer("reference:gqa")
 
-    def answer(self, prompts: Any, **options: Any) -> list[Reply]:
-        self.prompts, self.options = prompts, options
+    def answer(self, prompts: Any, report: Any = None) -> list[Reply]:
+        self.prompts = prompts
         return self.replies
 
 
 SUITE = pytest.mark.parametrize("name", SUITES)
+LINES = {name: suite for name, suite in SUITES.items() if isinstance(suite, LineSuite)}
 
 
 def example_file(name: str, folder: Path, **changes: str) -> Path:
     """The file of a suite with its example, some values changed."""
-    path = folder / SUITES[name].files[-1]
-    path.write_text(json.dumps(dict(SUITES[name].example) | changes), encoding="utf-8")
+    example = LINES[name].example
+    path = folder / LINES[name].files[-1].replace("*", example.get("dataset", "200"))
+    path.write_text(json.dumps(dict(example) | changes), encoding="utf-8")
     return path
 
 
-@SUITE
+def example_questions(name: str, folder: Path) -> list[Question]:
+    """The question of a suite's example; of one without files, the first of each task."""
+    path = example_file(name, folder) if name in LINES else None
+    tokenizer = load_tokenizer("reference:gqa")
+    return read_suite(name, path, 1, length=1024, tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("name", LINES)
 def test_a_suite_reads_its_example(name: str, tmp_path: Path) -> None:
-    suite, path = SUITES[name], example_file(name, tmp_path)
-    assert find_file(name, tmp_path) == path and len(read_suite(name, path)) == 1
-    for key in suite.keys:
+    suite, path = LINES[name], example_file(name, tmp_path)
+    assert len(read_suite(name, path)) == len(read_suite(name, find_file(name, tmp_path))) == 1
+    for key in suite.keys if suite.texts is None else suite.texts:
         with pytest.raises(ValueError, match=f"suite {name}: .* line 1: {key} is '  '"):
             read_suite(name, example_file(name, tmp_path, **{key: "  "}))
+    for key in suite.keys:
         fewer = {x: value for x, value in suite.example.items() if x != key}
         path.write_text(json.dumps(fewer), encoding="utf-8")
         with pytest.raises(ValueError, match=f"a line of {suite.title} has the keys"):
@@ -133,18 +146,44 @@ def test_a_suite_reads_its_example(name: str, tmp_path: Path) -> None:
 @SUITE
 def test_a_suite_asks_and_judges_its_example(name: str, tmp_path: Path) -> None:
     suite = SUITES[name]
-    (question,) = read_suite(name, example_file(name, tmp_path))
-    assert suite.chat(question).strip() and suite.text(question).strip()
-    right, empty = suite.judge([question, question], [suite.right_answer, ""])
-    assert right.right and not empty.right and right.kind and empty.kind
+    question = example_questions(name, tmp_path)[0]
+    for chat in (True, False):
+        message = suite.message(question, chat)
+        assert message.question.strip() and bool(message.context) == suite.has_context
+        assert (message.max_new_tokens or 1) <= suite.max_new_tokens
+    right, empty = suite.judge([question, question], [suite.solution(question), ""])
+    assert right.score == 1 and empty.score == 0 and right.kind and empty.kind
 
 
 @SUITE
 def test_a_suite_runs_in_kvfolds_engine(name: str, tmp_path: Path, llm: LLM) -> None:
-    questions = read_suite(name, example_file(name, tmp_path))
+    questions = example_questions(name, tmp_path)[::4]
     result = run_suite(name, questions, ByKVFold(llm), max_new_tokens=3)
-    assert len(result.answers) == 1 and not result.errors
+    assert len(result.answers) == len(questions) and not result.errors
     assert SuiteResult.from_record(json.loads(json.dumps(result.record()))) == result
+
+
+@SUITE
+def test_a_context_is_told_from_its_question(name: str, tmp_path: Path) -> None:
+    """Also in a chat, whose template writes before and after both."""
+    suite, tokenizer = SUITES[name], load_tokenizer("reference:gqa")
+    questions = example_questions(name, tmp_path)
+    for template in (None, CHAT):
+        tokenizer.chat_template = template
+        for question, prompt in zip(
+            questions, prompts_of(suite, questions, tokenizer), strict=True
+        ):
+            message = suite.message(question, bool(template))
+            texts = (prompt.ids[: prompt.context], prompt.ids[prompt.context :])
+            before, after = (tokenizer.decode(x, skip_special_tokens=True) for x in texts)
+            begin, end = ("[user]", "[end][assistant]") if template and message.chat else ("", "")
+            assert before + after == (
+                begin + message.context + message.question + end + message.reply
+            )
+            assert bool(prompt.context) == suite.has_context
+            if suite.has_context:  # a token of the context may go with the question
+                assert len(before) > len(begin + message.context) - 20
+                assert message.question in after
 
 
 def test_the_page_and_help_have_every_suite(capsys) -> None:
@@ -152,6 +191,7 @@ def test_the_page_and_help_have_every_suite(capsys) -> None:
     table += row("---", "---", "---", "---", "---")
     for name, suite in SUITES.items():
         files = ", ".join(f"`{file}`" for file in suite.files)
+        files += "" if suite.needs_files else " (optional)"
         tokens = f"{suite.max_new_tokens} tokens"
         table += row(f"`{name}`", suite.title, files, tokens, description(type(suite)))
     check_page("suites.md", "suites", Path(__file__), table)
@@ -176,7 +216,7 @@ def files(tmp_path: Path) -> Path:
 
 def test_a_function_is_found_in_what_models_write() -> None:
     verdicts = SUITES["code"].judge(code(len(RIGHT)), list(RIGHT.values()))
-    wrong = {name: x for name, x in zip(RIGHT, verdicts, strict=True) if not x.right}
+    wrong = {name: x for name, x in zip(RIGHT, verdicts, strict=True) if not x.score}
     assert not wrong
 
 
@@ -184,7 +224,7 @@ def test_functions_that_are_wrong() -> None:
     answers = ["", "    pass", "I cannot.", "```python\ndef other(): pass\n```", f"{WHOLE}1 / 0"]
     answers += [PROMPT + "    import os\n    os.fork()", PROMPT + "    open('x', 'w')"]
     verdicts = SUITES["code"].judge(code(len(answers)), answers)
-    assert not any(x.right for x in verdicts)
+    assert not any(x.score for x in verdicts)
     assert [x.kind for x in verdicts[-2:]] == ["forked", "wrote"]
 
 
@@ -200,7 +240,7 @@ def test_a_number_is_found_in_what_models_write(text: str, number: str) -> None:
 def test_numbers_are_judged_by_value() -> None:
     questions = [Question(id=str(i), fields=row) for i, row in enumerate(MATH)]
     judge = SUITES["math"].judge
-    assert [x.right for x in judge(questions, ["It is 4.0", "1001"])] == [True, True]
+    assert [x.score for x in judge(questions, ["It is 4.0", "1001"])] == [1, 1]
     assert [x.kind for x in judge(questions, ["It is 5", "none"])] == ["wrong", "no number"]
 
 
@@ -216,10 +256,10 @@ def test_the_published_files_and_their_solutions() -> None:
     questions = read_suite("code", find_file("code", DATA))
     some = questions[::8]
     answers = [x.fields["canonical_solution"] for x in some]
-    assert len(questions) == 164 and all(x.right for x in SUITES["code"].judge(some, answers))
+    assert len(questions) == 164 and all(x.score for x in SUITES["code"].judge(some, answers))
     questions = read_suite("math", find_file("math", DATA))
     verdicts = SUITES["math"].judge(questions, [x.fields["answer"] for x in questions])
-    assert len(questions) == 1319 and all(x.right for x in verdicts)
+    assert len(questions) == 1319 and all(x.score for x in verdicts)
 
 
 def test_one_request_that_fails_is_one_wrong_answer() -> None:
@@ -230,7 +270,7 @@ def test_one_request_that_fails_is_one_wrong_answer() -> None:
         Reply(text="pass", token_ids=(3,), finish_reason="length"),
     ]
     result = run_suite("code", code(4), Fixed(replies), max_new_tokens=7)
-    assert [x.right for x in result.answers] == [True, False, False, False]
+    assert [x.score for x in result.answers] == [1, 0, 0, 0]
     assert result.kinds == {"error": 2, "passed": 1, "failed": 1}
     assert result.errors == {"the prompt has N tokens": 2}
     assert (result.right, result.num_tokens) == (1, 4)
@@ -247,7 +287,8 @@ def test_answers_that_changed() -> None:
 
     questions = [Question(id=f"line {i}", fields=MATH[0]) for i in range(4)]
     found = changes(result("4", "4", "5", "6"), result("4", "5", "4", "6"))
-    assert (found.to_wrong, found.to_right) == (("line 1",), ("line 2",))
+    assert (found.worse, found.better) == (("line 1",), ("line 2",))
+    assert found.difference == 0 and found.difference_se == pytest.approx((2 / 3 / 4) ** 0.5)
     assert (found.right_before, found.right, found.same_texts) == (2, 2, 2)
     one = result("4", "4", "4", "4")
     with pytest.raises(ValueError, match="differ in max_new_tokens"):
@@ -260,25 +301,28 @@ def test_a_chat_template_is_used_where_there_is_one() -> None:
     engine = Fixed([Reply()])
     run_suite("code", code(1), engine)
     assert engine.prompts == prompts_of(SUITES["code"], code(1), engine.tokenizer)
-    assert engine.tokenizer.decode(engine.prompts[0], skip_special_tokens=True) == PROMPT
-    assert "\ndef " in engine.options["stop"] and engine.options["max_new_tokens"] == 512
+    (prompt,) = engine.prompts
+    assert engine.tokenizer.decode(prompt.ids, skip_special_tokens=True) == PROMPT
+    assert "\ndef " in prompt.stop and prompt.max_new_tokens == 512
     engine.tokenizer.chat_template = "{{ messages[0]['content'] }} So:"
     run_suite("code", code(1), engine)
-    text = engine.tokenizer.decode(engine.prompts[0], skip_special_tokens=True)
+    (prompt,) = engine.prompts
+    text = engine.tokenizer.decode(prompt.ids, skip_special_tokens=True)
     assert text.startswith("Complete this Python function") and text.endswith("``` So:")
-    assert engine.options["stop"] == ()
+    assert prompt.stop == ()
 
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    sizes = {"max_sequences": 2, "max_tokens": 128, "kv_bytes": 2**22}
+    sizes = {"max_sequences": 2, "max_tokens": 1024, "kv_bytes": 2**24}
     return LLM("reference:gqa", device="cpu", **sizes)
 
 
 def test_kvfolds_engine_goes_on_where_a_prompt_is_too_long(llm: LLM) -> None:
     told: list[tuple[int, int]] = []
-    prompts = [list(range(3, 9)), [3] * 500, list(range(9, 20))]
-    found = ByKVFold(llm).answer(prompts, max_new_tokens=4, report=lambda *x: told.append(x))
+    prompts = [list(range(3, 9)), [3] * 1100, list(range(9, 20))]
+    asked = [Prompt(ids=x, max_new_tokens=4) for x in prompts]
+    found = ByKVFold(llm).answer(asked, report=lambda *x: told.append(x))
     assert [x.error is None for x in found] == [True, False, True]
     expected = [x.token_ids for x in llm.generate([prompts[0], prompts[2]], sampling(4))]
     assert [x.token_ids for x in found if x.error is None] == expected
@@ -300,7 +344,7 @@ def test_kvfolds_engine_reports_errors_by_request(llm: LLM, monkeypatch) -> None
 
     completion_of = engines.completion_of
     monkeypatch.setattr(engines, "completion_of", failing)
-    (found,) = ByKVFold(llm).answer([[3, 4]], max_new_tokens=2)
+    (found,) = ByKVFold(llm).answer([Prompt(ids=[3, 4], max_new_tokens=2)])
     assert found.error == "the model's logits are not finite"
 
 
@@ -319,7 +363,7 @@ class FakeVLLM:
 
     def generate(self, prompts: Any, wanted: Any, use_tqdm: bool) -> list[Any]:
         assert all(len(x["prompt_token_ids"]) < self.made["max_model_len"] for x in prompts)
-        assert wanted["temperature"] == 0
+        assert all(x["temperature"] == 0 for x in wanted) and len(wanted) == len(prompts)
         reasons = ["stop", "abort", "length"]
         return [
             SimpleNamespace(
@@ -338,7 +382,8 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_vllm_goes_on_where_a_prompt_is_too_long(vllm) -> None:
     engine = ByVLLM(FakeVLLM(max_model_len=8), load_tokenizer("reference:gqa"))
-    found = engine.answer([[1] * 7, [1] * 8, [2]], max_new_tokens=3)
+    prompts = [Prompt(ids=x, max_new_tokens=3) for x in ([1] * 7, [1] * 8, [2])]
+    found = engine.answer(prompts)
     assert [x.error for x in found] == [
         None, "the prompt has more tokens than the 7 that vLLM takes", "ended for abort",
     ]  # fmt: skip
@@ -375,7 +420,7 @@ def test_the_command_beside_an_earlier_run(files: Path, capsys) -> None:
     assert main([*words, *both, "--json", str(first)]) == 0
     assert main([*words, *both, "--bits", "8", "--against", str(first), "--json", str(second)]) == 0
     out = capsys.readouterr().out
-    assert f"math, against {first}: 0 right, 0 before; right to wrong 0; wrong to right 0" in out
+    assert f"math, against {first}: +0.0 ± 0.0 points; 0 right, 0 before; worse 0; better 0" in out
     record = json.loads(second.read_text())
     assert record["against"]["changes"]["code"]["right"] == 0
     assert len(record["against"]["suites"]["code"]["answers"]) == 2
@@ -387,3 +432,117 @@ def test_the_command_beside_the_original(files: Path, capsys) -> None:
     words += ["--suite-tokens", "3", "--max-sequences", "2", "--kv-bytes", str(2**24)]
     assert main([*words, "--against", "reference:gqa", "--device", "cpu"]) == 0
     assert "2 texts equal" in capsys.readouterr().out
+
+
+# -- long texts --------------------------------------------------------------------------------
+
+
+NEWS = {"input": "", "answers": ["a b c"], "dataset": "multi_news", "all_classes": None}
+TREC = {
+    "input": "Question: Who?\nType:",
+    "context": "Question: Where?\nType: place",
+    "answers": ["person"],
+    "dataset": "trec",
+    "all_classes": ["person", "place"],
+}
+
+
+def test_a_folder_has_several_data_sets(tmp_path: Path) -> None:
+    for name, fields in {"trec": TREC, "longbench-multi_news": NEWS | {"context": "x"}}.items():
+        (tmp_path / f"{name}.jsonl").write_text(2 * f"{json.dumps(fields)}\n")
+    questions = read_suite("longbench", find_file("longbench", tmp_path), 1)
+    assert [x.id for x in questions] == ["multi_news line 1", "trec line 1"]
+    replies = [Reply(text="a b", finish_reason="eos"), Reply(text="\nperson\nplace")]
+    result = run_suite("longbench", questions, Fixed(replies))
+    assert [round(x.score, 4) for x in result.answers] == [0.8, 1]  # words: 2 of 2, and of 3
+    assert result.score.mean == pytest.approx(0.9) and result.right == 1
+    assert result.record()["groups"]["trec"]["mean"] == 1
+    worse = run_suite("longbench", questions, Fixed([replies[0], Reply(text="place")]))
+    found = changes(result, worse)
+    assert found.difference == pytest.approx(-0.5) and found.worse == ("trec line 1",)
+    assert found.groups["multi_news"].mean == 0
+
+
+def test_a_mean_is_over_groups() -> None:
+    """Also its error: of groups [0, 1] and [1, 0, 1, 1]."""
+    questions = [Question(id=str(i), fields=MATH[0], group="aabbbb"[i]) for i in range(6)]
+    result = run_suite("math", questions, Fixed([Reply(text=x) for x in "544544"]))
+    found = {x: (y.mean, y.error) for x, y in result.groups.items()}
+    assert found == {"a": (0.5, 0.5), "b": (0.75, 0.25)} and result.score.num_examples == 6
+    assert result.score.mean == 0.625
+    assert result.score.error == pytest.approx((0.5**2 + 0.25**2) ** 0.5 / 2)
+
+
+def test_a_prompt_loses_its_middle(tmp_path: Path) -> None:
+    words = [f"w{i}" for i in range(400)]
+    path = tmp_path / "multi_news.jsonl"
+    path.write_text(json.dumps(NEWS | {"context": " ".join(words)}))
+    suite, questions = SUITES["longbench"], read_suite("longbench", path)
+    tokenizer = load_tokenizer("reference:gqa")
+    for template in (None, CHAT):
+        tokenizer.chat_template = template
+        (whole,) = prompts_of(suite, questions, tokenizer)
+        (cut,) = prompts_of(suite, questions, tokenizer, length=512 + 300)
+        assert cut.truncated and not whole.truncated
+        assert len(whole.ids) > 300 >= len(cut.ids) > 290
+        text = tokenizer.decode(cut.ids, skip_special_tokens=True)
+        assert "You are given several news passages" in text and "w0 w1 w2" in text
+        assert "w398 w399\n\nNow, write a one-page summary of all the news.\n\nSummary:" in text
+        assert "w150" not in text
+        after = tokenizer.decode(cut.ids[cut.context :], skip_special_tokens=True)
+        assert after.strip().startswith("Now, write") and template in (None, CHAT)
+        (same,) = prompts_of(suite, questions, tokenizer, length=512 + len(whole.ids))
+        assert not same.truncated and same == whole
+
+
+def test_lines_are_judged_by_the_last_number() -> None:
+    question = Question(id="line 1", fields=dict(SUITES["longeval"].example))
+    answers = ["<1> is not it; it is <48213>.", "48213, not 1", "I do not know", "9" * 5000]
+    verdicts = SUITES["longeval"].judge([question] * 4, answers)
+    assert [x.score for x in verdicts] == [1, 0, 0, 0] and verdicts[2].kind == "no number"
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="../shared/data/tasks is not on this machine")
+def test_the_published_files_of_long_texts() -> None:
+    for name, count in (("longbench", 200), ("longeval", 50)):
+        questions = read_suite(name, find_file(name, DATA))
+        message = SUITES[name].message(questions[0], chat=True)
+        assert len(questions) == count and len(message.context) > 10 * len(message.question)
+    correct = [x.fields["correct_line"] for x in questions]
+    assert all(x.score == 1 for x in SUITES["longeval"].judge(questions, correct))
+
+
+def test_a_question_comes_after_its_text_was_evicted(tmp_path: Path, capsys) -> None:
+    """The same prompts, and other answers than with the question before."""
+    path, texts = example_file("longeval", tmp_path), {}
+    words = ["eval", "reference:gqa", "--suite", f"longeval={path}", "--device", "cpu"]
+    words += ["--evict", "snapkv", "--keep-tokens", "0.3"]
+    for setting in ("suite-tokens=8", "page=8", "max-sequences=2", f"kv-bytes={2**24}"):
+        words += ["--set", setting]
+    for question in ("before", "after"):
+        file = tmp_path / f"{question}.json"
+        assert main([*words, "--set", f"question={question}", "--json", str(file)]) == 0
+        (answer,) = json.loads(file.read_text())["suites"]["longeval"]["answers"]
+        texts[question] = answer["text"]
+    assert texts["before"] != texts["after"]
+    llm = LLM("reference:gqa", device="cpu", max_sequences=2, max_tokens=512, kv_bytes=2**24,
+              evict="snapkv", keep_tokens=0.3, page=8)  # fmt: skip
+    (prompt,) = prompts_of(SUITES["longeval"], read_suite("longeval", path), llm.tokenizer)
+    assert 0 < prompt.context < len(prompt.ids)
+    (reply,) = ByKVFold(llm, question_after=True).answer([replace(prompt, max_new_tokens=8)])
+    assert reply.text == texts["after"]
+
+
+def test_ruler_needs_no_files(tmp_path: Path, monkeypatch, capsys) -> None:
+    few = {name: TASKS[name] for name in ("niah_single_1", "fwe", "qa_1")}
+    monkeypatch.setattr("kvfold.evaluation.suites.ruler.TASKS", few)
+    words = ["eval", "reference:gqa", "--suite", "ruler", "--device", "cpu"]
+    sizes = {"suite-rows": 1, "suite-length": 600, "suite-tokens": 2, "kv-bytes": 2**24}
+    for name, value in {**sizes, "max-sequences": 4}.items():
+        words += ["--set", f"{name}={value}"]
+    assert main([*words, "--json", str(tmp_path / "ruler.json")]) == 0
+    out = capsys.readouterr().out
+    assert "ruler: without qa_1 (squad.json is not given)" in out and "  niah_single_1: " in out
+    record = json.loads((tmp_path / "ruler.json").read_text())
+    assert [*record["suites"]["ruler"]["groups"]] == ["niah_single_1", "fwe"]
+    assert len(record["notes"]["ruler"]) == 3

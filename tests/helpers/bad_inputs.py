@@ -14,6 +14,7 @@ from kvfold.cli.methods import PUBLISHED
 from kvfold.compression.bases import recipes_where
 from kvfold.config import AUTO, CacheConfig, settings_of
 from kvfold.evaluation import suites, tasks
+from kvfold.evaluation.suites.longbench import DATA_SETS
 
 LISTS: dict[str, str] = {}  # what a message lists, and how the page abbreviates it
 
@@ -645,6 +646,40 @@ SUITES = {
     "--bits 4 --set format=kivi": (
         "--set format: tokens that wait in 16 bits until they are packed, as with kivi, need "
         "blocks that no other sequence shares; leave it out, or serve the model with kvfold.LLM"
+    ),
+    "kvfold eval reference:gqa --suite longbench=chinese.jsonl": (
+        "suite longbench: chinese.jsonl line 1: dataset vcsum is in Chinese, and its metric needs a"
+        f" program that finds words; legal data sets: {names(DATA_SETS)}"
+    ),
+    "kvfold eval reference:gqa --suite longbench=no-classes.jsonl": (
+        "suite longbench: no-classes.jsonl line 1: all_classes is None; it must be a list of texts"
+    ),
+    "kvfold eval reference:gqa --suite longbench=folder": (
+        "suite longbench: folder has none of "
+        f"{names(f'{name}.jsonl' for name in DATA_SETS)}; name the file"
+    ),
+    "kvfold eval reference:gqa --suite longeval=no-question.jsonl": (
+        'suite longeval: no-question.jsonl line 1: prompt must have "Now the record is over." '
+        "between the lines and the question"
+    ),
+    "kvfold eval reference:gqa --suite ruler=text.txt": (
+        "suite ruler: text.txt is no folder; give the folder of PaulGrahamEssays.json, squad.json, "
+        "hotpotqa.json"
+    ),
+    "kvfold eval reference:gqa --suite ruler --set suite-length=100": (
+        "suite ruler: niah_single_1 of RULER needs at least 261 tokens, and the length is 100: ask "
+        "for that length"
+    ),
+    "kvfold eval reference:gqa --suite math=gsm8k.jsonl --set question=after": (
+        "--set question is a setting of suites with long texts (longbench, longeval, ruler), "
+        "and math has none: leave it out"
+    ),
+    "kvfold eval reference:gqa --suite longeval=lines.jsonl --set question=after "
+    "--set engine=vllm": (
+        "--set question is a setting of kvfold's engine: leave --set engine or --set question out"
+    ),
+    "kvfold eval reference:gqa --set question=after": (
+        "--set question is a setting of --suite: give --suite too, or leave it out"
     ),
 }
 CACHE = {

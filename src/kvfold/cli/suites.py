@@ -2,6 +2,7 @@
 with the original model."""
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,10 +19,12 @@ from kvfold.evaluation.suites import SUITES, find_file, read_suite
 from kvfold.evaluation.suites.base import Question
 from kvfold.utils.errors import SettingError
 from kvfold.utils.files import check_apart, finite, write_json
+from kvfold.utils.progress import stage
 
 if TYPE_CHECKING:
     from kvfold.evaluation.suites.engines import Answering
-    from kvfold.evaluation.suites.run import SuiteResult
+    from kvfold.evaluation.suites.run import Changes, SuiteResult
+    from kvfold.evaluation.tasks.run import Score
 
 TITLES = ", ".join(f"{name} ({suite.title})" for name, suite in SUITES.items())
 Names = Annotated[tuple[str, ...], Parameter(consume_multiple=1, negative="", show_default=False)]
@@ -45,7 +48,16 @@ class SuiteFlags:
         None, "Folder with the files of suites, under the names that they are published as."
     )
     suite_rows: int | None = setting(
-        None, "Ask only this many questions of each suite, the first ones.", least=1
+        None,
+        "Ask only this many questions of each suite, the first ones; of each task or data set, if"
+        " the suite has several.",
+        least=1,
+    )
+    suite_length: int | None = setting(
+        None,
+        "Tokens of a RULER question and its answer, by default 4096, and above which LongBench cuts"
+        " the middle of a prompt, by default the model's positions.",
+        least=1,
     )
     suite_tokens: int | None = setting(
         None,
@@ -53,6 +65,11 @@ class SuiteFlags:
         + ", ".join(f"{x.max_new_tokens} for {name}" for name, x in SUITES.items())
         + ".",
         least=1,
+    )
+    question: Literal["before", "after"] = setting(
+        "before",
+        "Whether the question of a long text is read before the text is evicted, or after, as in"
+        " kvpress.",
     )
     against: str | None = setting(
         None,
@@ -65,6 +82,7 @@ class SuiteFlags:
     def __post_init__(self) -> None:
         check(self)
         if self.suite:
+            self._check_question()
             return
         for field in dataclasses.fields(self):
             if getattr(self, field.name) != field.default:
@@ -72,23 +90,40 @@ class SuiteFlags:
                     f"`{field.name}` is a setting of `suite`: give `suite` too, or leave it out"
                 )
 
+    def _check_question(self) -> None:
+        if self.question == "before":
+            return
+        if self.engine == "vllm":
+            raise SettingError(
+                "`question` is a setting of kvfold's engine: leave `engine` or `question` out"
+            )
+        if plain := [name for name in self.files if not SUITES[name].has_context]:
+            long = ", ".join(name for name, suite in SUITES.items() if suite.has_context)
+            raise SettingError(
+                f"`question` is a setting of suites with long texts ({long}), and "
+                f"{plain[0]} has none: leave it out"
+            )
+
     @property
-    def files(self) -> dict[str, Path]:
-        """The file of every suite, by name. Raises ValueError for an unknown suite, or one without
-        a file."""
-        files: dict[str, Path] = {}
+    def files(self) -> dict[str, Path | None]:
+        """The file of every suite, by name; None if it needs none. Raises ValueError for an unknown
+        suite, or one without a file that it needs."""
+        files: dict[str, Path | None] = {}
         for item in (x for word in self.suite for x in word.split(",") if x):
             name, _, path = item.partition("=")
             if name not in SUITES:
                 raise SettingError(f"`suite`: unknown suite {name!r}; suites: {', '.join(SUITES)}")
             if name in files:
                 raise SettingError(f"`suite`: {name} is given twice; give it once")
-            if not path and self.suite_data is None:
+            if not path and self.suite_data is None and SUITES[name].needs_files:
                 raise SettingError(
                     f"`suite`: {name} has no file: write {name}=FILE, or give `suite_data`, the "
                     f"folder of {SUITES[name].files[0]}"
                 )
-            files[name] = Path(path) if path else find_file(name, self.suite_data or Path())
+            if path:
+                files[name] = Path(path)
+            else:
+                files[name] = self.suite_data and find_file(name, self.suite_data)
         return files
 
 
@@ -108,18 +143,18 @@ def evaluate(
     from kvfold.evaluation.suites.run import changes
 
     if json is not None:
-        check_apart({"--json": json}, {"--suite": list(flags.files.values())})
-    questions = {
-        name: read_suite(name, path, flags.suite_rows) for name, path in flags.files.items()
-    }
+        check_apart({"--json": json}, {"--suite": [x for x in flags.files.values() if x]})
     against = flags.against
-    if against is not None and against.endswith(".json"):
-        before = read_results(Path(against), questions)
-        check_alike(before, questions, model, flags)
+    earlier = against is not None and against.endswith(".json")
+    if against is not None and earlier:
+        before = read_results(Path(against), list(flags.files))
     elif against is not None:
         check_model(against, flags, STORAGE, place)
     check_model(model, flags, storage, place, maps)
-    if against is not None and not against.endswith(".json"):
+    questions = read_questions(model, flags)
+    if earlier:
+        check_alike(before, questions, model, flags, maps)
+    elif against is not None:
         before = answers(against, questions, flags, STORAGE, place)
         show(against, before)
     results = answers(model, questions, flags, storage, place, maps)
@@ -128,6 +163,7 @@ def evaluate(
         "model": model,
         "maps": maps,
         "engine": flags.engine,
+        "notes": {name: SUITES[name].notes(path) for name, path in flags.files.items()},
         "suites": {name: result.record() for name, result in results.items()},
     }
     if against is not None:
@@ -142,10 +178,24 @@ def evaluate(
     if json is not None:
         settings = dataclasses.asdict(flags) | dataclasses.asdict(place)
         settings |= {"cache": dataclasses.asdict(storage)}
-        settings |= {"suite": {name: str(path) for name, path in flags.files.items()}}
+        settings |= {"suite": {name: path and str(path) for name, path in flags.files.items()}}
         settings |= {"suite_data": flags.suite_data and str(flags.suite_data)}
         record |= {"settings": settings, "versions": versions(flags, place)}
         write_json(json, finite(record))
+
+
+def read_questions(model: str, flags: SuiteFlags) -> Questions:
+    """The questions of every suite. Prints what differs from the published benchmark."""
+    tokenizer = common.load_tokenizer(model)
+    how = {"length": flags.suite_length, "tokenizer": tokenizer}
+    questions = {}
+    with common.progress() as progress:
+        for name, path in flags.files.items():
+            for note in SUITES[name].notes(path):
+                print(f"{name}: {note}")
+            report = stage(progress, f"{name} questions")
+            questions[name] = read_suite(name, path, flags.suite_rows, report=report, **how)
+    return questions
 
 
 def check_model(
@@ -170,13 +220,15 @@ def answers(
     maps: str | None = None,
 ) -> "dict[str, SuiteResult]":
     """A model's results by suite."""
-    from kvfold.evaluation.suites.run import prompts_of, run_suite
+    from kvfold.evaluation.suites.prompts import prompts_of
+    from kvfold.evaluation.suites.run import run_suite
 
     tokenizer = common.load_tokenizer(model)
+    limits = {"max_new_tokens": flags.suite_tokens, "length": length_of(model, flags, maps)}
     longest = max(
-        max(map(len, prompts_of(SUITES[name], rows, tokenizer)))
-        + (flags.suite_tokens or SUITES[name].max_new_tokens)
+        len(prompt.ids) + prompt.max_new_tokens
         for name, rows in questions.items()
+        for prompt in prompts_of(SUITES[name], rows, tokenizer, **limits)
     )
     start = by_vllm if flags.engine == "vllm" else by_kvfold
     with (
@@ -184,11 +236,18 @@ def answers(
         common.progress() as progress,
     ):
         return {
-            name: run_suite(
-                name, rows, engine, max_new_tokens=flags.suite_tokens, progress=progress
-            )
+            name: run_suite(name, rows, engine, **limits, progress=progress)
             for name, rows in questions.items()
         }
+
+
+def length_of(model: str, flags: SuiteFlags, maps: str | None = None) -> int | None:
+    """Tokens of a prompt and its answer above which suites cut prompts: `suite_length`, but no more
+    than the model's positions."""
+    from kvfold.evaluation.perplexity import max_positions
+
+    most = max_positions(common.load_config(model, common.load_maps(maps)))
+    return min(filter(None, (flags.suite_length, most)), default=None)
 
 
 @contextmanager
@@ -228,7 +287,7 @@ def by_kvfold(
     )
     del loaded
     try:
-        yield ByKVFold(llm)
+        yield ByKVFold(llm, question_after=flags.question == "after")
     finally:
         del llm
         gc.collect()
@@ -287,7 +346,7 @@ def vllm_settings(config: Any, maps: str | None, storage: Storage, place: Place)
     return {"dtype": place.dtype, **settings}
 
 
-def read_results(path: Path, questions: Questions) -> "dict[str, SuiteResult]":
+def read_results(path: Path, names: Sequence[str]) -> "dict[str, SuiteResult]":
     """The results of these suites in a JSON file that --json wrote. Raises ValueError for another
     file."""
     from kvfold.evaluation.suites.run import SuiteResult
@@ -296,16 +355,20 @@ def read_results(path: Path, questions: Questions) -> "dict[str, SuiteResult]":
     text = read_text(path)
     try:
         records = json_object(text)["suites"]
-        return {name: SuiteResult.from_record(records[name]) for name in questions}
+        return {name: SuiteResult.from_record(records[name]) for name in names}
     except (ValueError, KeyError, TypeError, AttributeError):
         raise SettingError(
-            f"`against`: {path} holds no results of {', '.join(questions)}; make it with "
+            f"`against`: {path} holds no results of {', '.join(names)}; make it with "
             "kvfold eval --suite and --json"
         ) from None
 
 
 def check_alike(
-    before: "dict[str, SuiteResult]", questions: Questions, model: str, flags: SuiteFlags
+    before: "dict[str, SuiteResult]",
+    questions: Questions,
+    model: str,
+    flags: SuiteFlags,
+    maps: str | None = None,
 ) -> None:
     """Raises ValueError if a model's answers cannot be compared with earlier ones: other questions,
     or other prompts."""
@@ -313,35 +376,54 @@ def check_alike(
 
     chat = bool(common.load_tokenizer(model).chat_template)
     for name, rows in questions.items():
-        limit = flags.suite_tokens or SUITES[name].max_new_tokens
-        ids = [x.id for x in rows]
-        check_alike(before[name], ids, suite=name, chat=chat, max_new_tokens=limit)
+        suite = SUITES[name]
+        check_alike(
+            before[name],
+            [x.id for x in rows],
+            suite=name,
+            chat=chat,
+            max_new_tokens=flags.suite_tokens or suite.max_new_tokens,
+            length=length_of(model, flags, maps) if suite.truncates else None,
+        )
 
 
 def show(model: str, results: "dict[str, SuiteResult]") -> None:
     """Print the results of a model."""
     for name, result in results.items():
-        total = len(result.answers)
         kinds = ", ".join(f"{kind} {count}" for kind, count in result.kinds.items())
         print(
-            f"{name}, {model}: {result.right} of {total} right ({result.right / total:.1%}), "
-            f"{result.num_tokens} tokens in {result.seconds:.1f} s; {kinds}"
+            f"{name}, {model}: {percent(result.score)}, {result.right} of {len(result.answers)} "
+            f"right, {result.num_tokens} tokens in {result.seconds:.1f} s; {kinds}"
         )
+        for group, score in result.groups.items():
+            if group:
+                print(f"  {group}: {percent(score)} of {score.num_examples}")
+        if result.truncated:
+            print(f"  {result.truncated} prompts cut to {result.length} tokens")
         for error, count in result.errors.items():
             print(f"  {count} requests failed: {error}")
 
 
-def in_words(changes: Any) -> str:
+def percent(score: "Score") -> str:
+    """A mean score with its standard error, in percent."""
+    error = "" if math.isnan(score.error) else f" ± {100 * score.error:.1f}"
+    return f"{100 * score.mean:.1f}{error} %"
+
+
+def in_words(changes: "Changes") -> str:
     """Changed answers as a sentence."""
+    error = "" if math.isnan(changes.difference_se) else f" ± {100 * changes.difference_se:.1f}"
     return (
-        f"{changes.right} right, {changes.right_before} before; "
-        f"right to wrong {listed(changes.to_wrong)}; wrong to right {listed(changes.to_right)}; "
-        f"{changes.same_texts} texts equal"
+        f"{100 * changes.difference:+.1f}{error} points; {changes.right} right, "
+        f"{changes.right_before} before; worse {listed(changes.worse)}; better "
+        f"{listed(changes.better)}; {changes.same_texts} texts equal"
     )
 
 
-def listed(ids: Sequence[str]) -> str:
-    return f"{len(ids)} ({', '.join(ids)})" if ids else "0"
+def listed(ids: Sequence[str], most: int = 20) -> str:
+    """The number of ids, and the first of them."""
+    shown = ", ".join([*ids[:most], *(["..."] if len(ids) > most else [])])
+    return f"{len(ids)} ({shown})" if ids else "0"
 
 
 def versions(flags: SuiteFlags, place: Place) -> dict[str, str | None]:

@@ -9,15 +9,32 @@ from functools import lru_cache
 
 from kvfold.utils.text import packaged
 
-INTRO = (
-    "Some special magic numbers are hidden within the following text. "
-    "Make sure to memorize it. I will quiz you about the numbers afterwards.\n"
-)
-FACT = "One of the special magic numbers for {key} is: {value}."
-QUESTION = (
-    "What is the special magic number for {key} mentioned in the provided text? "
-    "The special magic number for {key} mentioned in the provided text is"
-)
+NEEDLE = "One of the special magic {kind} for {key} is: {value}."
+
+
+def intro(kind: str, several: bool) -> str:
+    """What comes before the text. kind: of the hidden values, in the plural. several: whether more
+    than one is asked for."""
+    some, are = ("Some", "are") if several else ("A", "is")
+    kind = kind if several else kind.removesuffix("s")
+    return (
+        f"{some} special magic {kind} {are} hidden within the following text. Make sure to memorize"
+        f" it. I will quiz you about the {kind} afterwards.\n"
+    )
+
+
+def question(key: str, kind: str, several: bool) -> tuple[str, str]:
+    """The question for the values of a key, and the words with which the answer begins."""
+    what, are = ("are all", "are") if several else ("is", "is")
+    kind = kind if several else kind.removesuffix("s")
+    words = f"the special magic {kind} for {key} mentioned in the provided text"
+    return f"What {what} {words}?", f" T{words[1:]} {are}"
+
+
+INTRO = intro("numbers", several=True)
+FACT = NEEDLE.replace("{kind}", "numbers")
+QUESTION = "".join(question("{key}", "numbers", several=False))
+ALL_VALUES = "".join(question("{key}", "numbers", several=True))
 ANSWER = " {value}"
 
 _ABBREVIATIONS = "".join(rf"(?<!\b{word}\.)" for word in ("Mr", "Mrs", "Dr", "St", "Sr", "No"))
@@ -37,8 +54,12 @@ class NeedleSample:
 @lru_cache(maxsize=1)
 def load_filler() -> tuple[str, ...]:
     """Return the sentences of the packaged public-domain prose, in order."""
-    lines = packaged("filler.txt").splitlines()
-    return tuple(s for line in lines for s in _SENTENCE_GAP.split(line.strip()) if s)
+    return tuple(split_sentences(packaged("filler.txt")))
+
+
+def split_sentences(text: str) -> list[str]:
+    """The sentences of a text; a line end ends one too."""
+    return [s for line in text.splitlines() for s in _SENTENCE_GAP.split(line.strip()) if s]
 
 
 def load_words() -> tuple[list[str], list[str]]:

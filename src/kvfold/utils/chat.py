@@ -77,15 +77,21 @@ def apply_template(tokenizer: Any, messages: Sequence[Mapping[str, str]], **how:
         raise ValueError(f"messages: the model's chat template refuses them: {why}") from error
 
 
+def around_message(tokenizer: Any) -> tuple[str, str]:
+    """The texts that the tokenizer's chat template writes before a user's message, and between it
+    and the answer. The second is empty if the template moves the message."""
+    mark = "\x00"
+    messages = [{"role": "user", "content": mark}]
+    before, _, after = apply_template(tokenizer, messages, add_generation_prompt=True).partition(
+        mark
+    )
+    return before, after
+
+
 def reply_words(tokenizer: Any) -> str:
     """The text between a user's message and the answer in the tokenizer's chat template; a newline
     if there is no template, or if it moves the message."""
-    mark = "\x00"
-    if not tokenizer.chat_template:
-        return "\n"
-    messages = [{"role": "user", "content": mark}]
-    _, _, between = apply_template(tokenizer, messages, add_generation_prompt=True).partition(mark)
-    return between or "\n"
+    return (around_message(tokenizer)[1] if tokenizer.chat_template else "") or "\n"
 
 
 def _check_messages(messages: Any) -> None:

@@ -150,6 +150,7 @@ class Engine:
         room = self.scheduler.pool.max_tokens - len(ids) + 1  # the last output has no cache entry
         limit = max(1, min(sampling.max_new_tokens, room))
         cache = cache or CacheParams()
+        _check_compress_after(cache, len(ids), sampling, context)
         if sampling.prompt_logprobs is not None:
             cache = _compute_all(cache, context)
         request = Request(
@@ -341,6 +342,25 @@ def _compute_all(cache: CacheParams, context: PackedContext | None) -> CachePara
             " no log-probabilities: leave out `prompt_logprobs` or `context`"
         )
     return replace(cache, prefix_caching=False)
+
+
+def _check_compress_after(
+    cache: CacheParams, prompt: int, sampling: SamplingParams, context: PackedContext | None
+) -> None:
+    """Raises SettingError if `compress_after` does not fit the prompt or other settings."""
+    if cache.compress_after is None:
+        return
+    if not 0 < cache.compress_after <= prompt:
+        raise SettingError(
+            f"`compress_after` must be in 1..{prompt}, the tokens of the prompt; got"
+            f" {cache.compress_after}"
+        )
+    if context is not None or sampling.prompt_logprobs is not None:
+        name = "context" if context is not None else "prompt_logprobs"
+        raise SettingError(
+            f"`compress_after` and `{name}` cannot be combined, as only the first reads a prompt in"
+            " two parts: leave one out"
+        )
 
 
 def _check_textless(sampling: SamplingParams, guide: Guide | None) -> None:

@@ -161,7 +161,7 @@ class PrefixCache(NoPrefixCache):
 
     def _max_blocks(self, request: Request) -> int:
         """Most cached blocks that a request may start with."""
-        return max(0, len(request.token_ids) - self.num_recomputed) // self.page
+        return max(0, request.num_prefill - self.num_recomputed) // self.page
 
     def _hashes(self, request: Request, start: int, stop: int) -> list[bytes]:
         """Hashes of blocks start..stop of a request."""

@@ -301,8 +301,9 @@ class Scheduler:
         tokens. Unless it is the last chunk, it ends at a multiple of `prefill_multiple` after the
         packed context."""
         layout_limit = self.pool.layout.max_tokens_in_step(request.num_computed)
-        tokens = min(self.max_chunk, request.num_pending, budget, layout_limit)
-        if tokens == request.num_pending:
+        rest = request.num_prefill - request.num_computed
+        tokens = min(self.max_chunk, rest, budget, layout_limit)
+        if tokens == rest:
             return tokens
         start, multiple = request.num_computed - request.context_length, self.prefill_multiple
         return max((start + tokens) // multiple * multiple - start, 0)

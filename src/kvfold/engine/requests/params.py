@@ -187,6 +187,8 @@ class CacheParams:
         after its prompt and if pages run out).
     prefix_caching: whether it uses cached prefixes and adds to them.
     cache_salt: share prefixes only with requests that have the same salt.
+    compress_after: compress once so many tokens of the prompt are in the cache; the rest of the
+        prompt follows, one token per step (None: all of the prompt).
     """
 
     max_cache_tokens: int | None = setting(None, "Tokens to keep, averaged over heads.", least=1)
@@ -195,6 +197,7 @@ class CacheParams:
     every: int | None = setting(None, "Tokens between compressions while it generates.", least=1)
     prefix_caching: bool = field(default=True, repr=False)
     cache_salt: str | None = field(default=None, repr=False)
+    compress_after: int | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         check(self)

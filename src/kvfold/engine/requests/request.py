@@ -98,7 +98,7 @@ class Request:
     num_computed: leading tokens that went through the model since the request got its slot; also
         the position of the next one. The cache holds fewer entries once some are evicted.
     num_prefill: leading tokens to prefill: the prompt, and after a pre-emption also the outputs so
-        far.
+        far; with `CacheParams.compress_after` only so many.
     num_cached: leading tokens that came from the prefix cache when the request first ran.
     num_indexed: leading blocks that the prefix cache has (None: it gets no blocks of this request).
     num_scored: leading tokens whose entries have been re-scored for a policy.
@@ -147,7 +147,7 @@ class Request:
     _num_counted: int = 0
 
     def __post_init__(self) -> None:
-        self.num_prefill = len(self.token_ids)
+        self.num_prefill = self.cache.compress_after or len(self.token_ids)
         self.seed = randbits(63) if self.sampling.seed is None else self.sampling.seed
 
     @property
@@ -264,7 +264,7 @@ class Request:
         self.num_indexed = None
         self.num_restarts += 1
         self.last_compressed = None
-        self.num_prefill = len(self.token_ids)
+        self.num_prefill = self.cache.compress_after or len(self.token_ids)
 
     def finish(
         self, reason: FinishReason, error: str | None, refusal: SettingError | None = None

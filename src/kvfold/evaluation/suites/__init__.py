@@ -4,59 +4,51 @@ A suite is a class in a file of its own, and a line in SUITES. Help, docs/suites
 conformance tests (tests/evaluation/test_suites.py) follow from SUITES.
 """
 
-from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from kvfold.evaluation.suites.base import Question, Suite
 from kvfold.evaluation.suites.gsm8k import GSM8K
 from kvfold.evaluation.suites.humaneval import HumanEval
-from kvfold.utils.text import json_object, numbered_lines
+from kvfold.evaluation.suites.longbench import LongBench
+from kvfold.evaluation.suites.longeval import LongEval
+from kvfold.evaluation.suites.ruler import RULER
+from kvfold.utils.progress import Report
 
-SUITES: dict[str, Suite] = {"code": HumanEval(), "math": GSM8K()}
+SUITES: dict[str, Suite] = {
+    "code": HumanEval(),
+    "math": GSM8K(),
+    "longbench": LongBench(),
+    "longeval": LongEval(),
+    "ruler": RULER(),
+}
 
 
 def find_file(name: str, folder: Path) -> Path:
     """Return the path of a suite's file in a folder, under one of its published names. Raises
     ValueError if there is none."""
-    for file in SUITES[name].files:
-        if (folder / file).is_file():
-            return folder / file
-    raise ValueError(
-        f"suite {name}: {folder} has no {' or '.join(SUITES[name].files)}; name the file, such as"
-        f" {name}=FILE"
-    )
+    try:
+        return SUITES[name].find(folder)
+    except ValueError as error:
+        raise ValueError(f"suite {name}: {error}, such as {name}=FILE") from None
 
 
-def read_suite(name: str, path: str | Path, rows: int | None = None) -> list[Question]:
-    """Read the first `rows` questions (None: all) of a .jsonl, .jsonl.gz or .jsonl.xz file.
+def read_suite(
+    name: str,
+    path: str | Path | None = None,
+    rows: int | None = None,
+    *,
+    length: int | None = None,
+    tokenizer: Any = None,
+    report: Report | None = None,
+) -> list[Question]:
+    """Read the first `rows` questions (None: all) of a file or, of a suite with several tasks or
+    data sets, of each. For `length`, `tokenizer` and `report` see `Suite.read`.
 
     Raises ValueError that names the file, the line and what is legal.
     """
-    suite = SUITES[name]
-    questions = [
-        _question(suite, line, f"suite {name}: {path} line {i}", i)
-        for i, line in numbered_lines(path)
-    ]
-    (id, lines), *_ = Counter(x.id for x in questions).most_common(1)
-    if lines > 1:
-        raise ValueError(f"suite {name}: {path}: {id} is on {lines} lines; ids must be unique")
-    return questions[:rows]
-
-
-def _question(suite: Suite, line: str, where: str, number: int) -> Question:
-    legal = f"a line of {suite.title} has the keys {', '.join(suite.keys)}"
-    try:
-        fields = json_object(line)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}; {legal}") from None
-    if not fields.keys() >= set(suite.keys):
-        raise ValueError(f"{where}: keys {', '.join(fields) or 'none'}; {legal}")
-    for key in suite.keys:
-        if not isinstance(fields[key], str) or not fields[key].strip():
-            raise ValueError(
-                f"{where}: {key} is {fields[key]!r:.60}; it must be a text that is not blank"
-            )
-    try:
-        return suite.question(fields, number)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+    file = None if path is None else Path(path)
+    where = f"suite {name}" if file is None else f"suite {name}: {file}"
+    return SUITES[name].read(
+        file, where, rows=rows, length=length, tokenizer=tokenizer, report=report
+    )

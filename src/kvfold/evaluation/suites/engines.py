@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvfold.engine.api.llm import LLM, completion_of
-from kvfold.engine.api.stream import Stream
-from kvfold.engine.requests.request import SamplingParams, StepOutput
+from kvfold.engine.api.stream import OutputDecoder, Stream
+from kvfold.engine.requests.request import CacheParams, Request, SamplingParams, StepOutput
+from kvfold.evaluation.suites.prompts import Prompt
 from kvfold.utils.progress import Report
 
 
@@ -27,41 +28,32 @@ class Answering(Protocol):
     name: str
     tokenizer: Any
 
-    def answer(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        max_new_tokens: int,
-        stop: Sequence[str] = (),
-        report: Report | None = None,
-    ) -> list[Reply]:
-        """Answer prompts of token ids; the replies are in their order. A request that fails has an
-        error in its reply, and does not stop the others."""
+    def answer(self, prompts: Sequence[Prompt], report: Report | None = None) -> list[Reply]:
+        """Answer prompts; the replies are in their order. A request that fails has an error in its
+        reply, and does not stop the others."""
         ...
 
 
 class ByKVFold:
-    """Answers with a `kvfold.LLM`."""
+    """Answers with a `kvfold.LLM`.
+
+    question_after: read the question of a prompt after its context was evicted to the budget, as
+        kvpress does; else the whole prompt is evicted once it is read.
+    """
 
     name = "kvfold"
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM, *, question_after: bool = False) -> None:
         self.llm, self.tokenizer = llm, llm.tokenizer
+        runner = llm.runner
+        self.splits = question_after and (runner.policy is not None or runner.demotes)
 
-    def answer(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        max_new_tokens: int,
-        stop: Sequence[str] = (),
-        report: Report | None = None,
-    ) -> list[Reply]:
-        sampling = SamplingParams(max_new_tokens=max_new_tokens, stop=tuple(stop))
+    def answer(self, prompts: Sequence[Prompt], report: Report | None = None) -> list[Reply]:
         replies: list[Reply | None] = [None] * len(prompts)
         places, submitted = {}, []
         for place, prompt in enumerate(prompts):
             try:
-                submitted.append(self.llm.request(list(prompt), sampling, None, whole=True))
+                submitted.append(self._request(prompt))
             except ValueError as error:
                 replies[place] = Reply(error=str(error))
             else:
@@ -78,6 +70,11 @@ class ByKVFold:
                 if report is not None:
                     report(ended, len(prompts))
         return [reply for reply in replies if reply is not None]
+
+    def _request(self, prompt: Prompt) -> tuple[Request, OutputDecoder]:
+        sampling = SamplingParams(max_new_tokens=prompt.max_new_tokens, stop=prompt.stop)
+        cache = CacheParams(compress_after=prompt.context or None) if self.splits else None
+        return self.llm.request(list(prompt.ids), sampling, cache, whole=True)
 
 
 def _reply_of(outputs: list[StepOutput]) -> Reply:
@@ -102,27 +99,24 @@ class ByVLLM:
         self.llm, self.tokenizer = llm, tokenizer
         self.max_tokens = llm.llm_engine.vllm_config.model_config.max_model_len
 
-    def answer(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        max_new_tokens: int,
-        stop: Sequence[str] = (),
-        report: Report | None = None,
-    ) -> list[Reply]:
+    def answer(self, prompts: Sequence[Prompt], report: Report | None = None) -> list[Reply]:
         import vllm
 
-        sampling = vllm.SamplingParams(temperature=0, max_tokens=max_new_tokens, stop=list(stop))
         longest = self.max_tokens - 1  # vLLM refuses all prompts if one is too long
-        fitting = [{"prompt_token_ids": list(x)} for x in prompts if len(x) <= longest]
+        fitting = [x for x in prompts if len(x.ids) <= longest]
+        ids = [{"prompt_token_ids": list(x.ids)} for x in fitting]
+        sampling = [
+            vllm.SamplingParams(temperature=0, max_tokens=x.max_new_tokens, stop=list(x.stop))
+            for x in fitting
+        ]
         if report is not None:
             report(0, len(prompts))
-        outputs = self.llm.generate(fitting, sampling, use_tqdm=sys.stderr.isatty())
+        outputs = self.llm.generate(ids, sampling, use_tqdm=sys.stderr.isatty())
         replies = iter([self._reply(x.outputs[0]) for x in outputs])
         why = f"the prompt has more tokens than the {longest} that vLLM takes"
         if report is not None:
             report(len(prompts), len(prompts))
-        return [next(replies) if len(x) <= longest else Reply(error=why) for x in prompts]
+        return [next(replies) if len(x.ids) <= longest else Reply(error=why) for x in prompts]
 
     @staticmethod
     def _reply(output: Any) -> Reply:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any, ClassVar
 
-from kvfold.evaluation.suites.base import Question, Suite, Verdict
+from kvfold.evaluation.suites.base import LineSuite, Message, Question, Verdict
 from kvfold.utils.progress import Report
 
 NUMBER = r"(?:(?<![\w)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?:(?<![\w)])-)?(?<!\d)\.\d+"
@@ -20,7 +20,7 @@ def number_of(text: str) -> Decimal | None:
     return Decimal(numbers[-1].replace(",", "")) if numbers else None
 
 
-class GSM8K(Suite):
+class GSM8K(LineSuite):
     """Asks to think step by step and end with "The answer is N."; without a chat template the model
     continues "Question: ... Answer: Let's think step by step.". Right if the number after "answer
     is" or "####", or else the last number, is equal."""
@@ -42,14 +42,12 @@ class GSM8K(Suite):
             raise ValueError('answer must end with "#### " and a number')
         return Question(id=f"line {line}", fields=fields)
 
-    def chat(self, question: Question) -> str:
-        return (
-            f"{question.fields['question'].strip()}\n\n"
-            "Think step by step and end with 'The answer is N.', where N is a number."
-        )
-
-    def text(self, question: Question) -> str:
-        return f"Question: {question.fields['question'].strip()}\nAnswer: Let's think step by step."
+    def message(self, question: Question, chat: bool) -> Message:
+        text = question.fields["question"].strip()
+        how = "Think step by step and end with 'The answer is N.', where N is a number."
+        if chat:
+            return Message(question=f"{text}\n\n{how}")
+        return Message(question=f"Question: {text}\nAnswer: Let's think step by step.")
 
     def judge(
         self, questions: Sequence[Question], answers: Sequence[str], report: Report | None = None
@@ -60,6 +58,6 @@ class GSM8K(Suite):
 def _verdict(expected: str, answer: str) -> Verdict:
     number = number_of(answer)
     if number is None:
-        return Verdict(False, "no number")
+        return Verdict(0.0, "no number")
     right = number == number_of(expected.rpartition("####")[2])
-    return Verdict(right, "right" if right else "wrong", str(number))
+    return Verdict(float(right), "right" if right else "wrong", str(number))

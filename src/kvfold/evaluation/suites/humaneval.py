@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from kvfold.evaluation.suites.base import Question, Suite, Verdict
+from kvfold.evaluation.suites.base import LineSuite, Message, Question, Verdict
 from kvfold.evaluation.suites.sandbox import check_runs, run_programs
 from kvfold.utils.progress import Report
 
@@ -15,7 +15,7 @@ FENCED = re.compile(r"(`{3,}|~{3,})[^\n`]*\n(.*?)(?:^[ \t]*\1|\Z)", re.DOTALL | 
 CODE = re.compile(r"^(?:import |from |def |async def |class |@)", re.MULTILINE)
 
 
-class HumanEval(Suite):
+class HumanEval(LineSuite):
     """Asks for the whole function in a Python code block; without a chat template the model
     continues the function's beginning, up to the next top-level line. Right if the function passes
     the tests of its question."""
@@ -41,14 +41,14 @@ class HumanEval(Suite):
             raise ValueError("test must define the function check")
         return Question(id=fields["task_id"], fields=fields)
 
-    def chat(self, question: Question) -> str:
-        return (
-            "Complete this Python function. Answer with the whole function in one Python code "
-            f"block.\n\n```python\n{question.fields['prompt'].strip()}\n```"
+    def message(self, question: Question, chat: bool) -> Message:
+        prompt = question.fields["prompt"]
+        if not chat:
+            return Message(question=prompt)
+        return Message(
+            question="Complete this Python function. Answer with the whole function in one Python "
+            f"code block.\n\n```python\n{prompt.strip()}\n```"
         )
-
-    def text(self, question: Question) -> str:
-        return question.fields["prompt"]
 
     def check_ready(self) -> None:
         check_runs()
@@ -58,7 +58,7 @@ class HumanEval(Suite):
     ) -> list[Verdict]:
         programs = [program(x.fields, y) for x, y in zip(questions, answers, strict=True)]
         return [
-            Verdict(x.kind == "passed", x.kind, x.detail)
+            Verdict(float(x.kind == "passed"), x.kind, x.detail)
             for x in run_programs(programs, report=report)
         ]
 

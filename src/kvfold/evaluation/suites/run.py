@@ -1,5 +1,6 @@
 """Runs a suite: prompts, answers and verdicts, and what changed from another model."""
 
+import math
 import re
 import time
 from collections import Counter
@@ -8,11 +9,12 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from kvfold.config import check
+from kvfold.evaluation.perplexity import mean_and_se
 from kvfold.evaluation.suites import SUITES
-from kvfold.evaluation.suites.base import Question, Suite, Verdict
-from kvfold.utils.chat import encode_chat
+from kvfold.evaluation.suites.base import Question, Verdict
+from kvfold.evaluation.suites.prompts import prompts_of
+from kvfold.evaluation.tasks.run import Score
 from kvfold.utils.progress import Progress, stage
-from kvfold.utils.tokens import encode_prompt
 
 if TYPE_CHECKING:
     from kvfold.evaluation.suites.engines import Answering, Reply
@@ -20,11 +22,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteAnswer:
-    """The answer to a question. kind, detail: of its verdict. num_tokens: generated, with the end
-    token. error: why the request failed; such an answer is never right."""
+    """The answer to a question. group: of the question. score, kind, detail: of its verdict.
+    num_tokens: generated, with the end token. error: why the request failed; the score is 0
+    then."""
 
     id: str
-    right: bool
+    group: str
+    score: float
     kind: str
     detail: str
     text: str
@@ -35,20 +39,36 @@ class SuiteAnswer:
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteResult:
-    """All answers to a suite. chat: whether a chat template was used. seconds: of generation.
-    judge_seconds: of judging."""
+    """All answers to a suite.
+
+    chat: whether the model has a chat template. length: tokens above which prompts were truncated,
+    and truncated: how many were. seconds: of generation. judge_seconds: of judging.
+    """
 
     suite: str
     engine: str
     chat: bool
     max_new_tokens: int
+    length: int | None
+    truncated: int
     seconds: float
     judge_seconds: float
     answers: tuple[SuiteAnswer, ...]
 
     @property
     def right(self) -> int:
-        return sum(x.right for x in self.answers)
+        """The number of answers of score 1."""
+        return sum(x.score == 1 for x in self.answers)
+
+    @property
+    def groups(self) -> dict[str, Score]:
+        """The mean score of each group."""
+        return _by_group([(x.group, x.score) for x in self.answers])
+
+    @property
+    def score(self) -> Score:
+        """The mean over groups of their mean scores."""
+        return _mean_of(self.groups)
 
     @property
     def num_tokens(self) -> int:
@@ -70,6 +90,9 @@ class SuiteResult:
         counted = {
             "questions": len(self.answers),
             "right": self.right,
+            "score": self.score.mean,
+            "score_se": self.score.error,
+            "groups": {name: asdict(x) for name, x in self.groups.items() if name},
             "num_tokens": self.num_tokens,
             "kinds": self.kinds,
             "finish_reasons": dict(Counter(x.finish_reason for x in self.answers).most_common()),
@@ -91,21 +114,36 @@ class SuiteResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
-    """What changed between two results of the same questions. to_wrong, to_right: ids of questions
-    whose verdict changed. same_texts: number of equal answers."""
+    """What changed between two results of the same questions.
 
+    difference: mean change of the score, over groups of their means, and difference_se: its
+    standard error, of paired questions. groups: the same for each group. right_before, right:
+    numbers of answers of score 1. worse, better: ids of questions whose score changed. same_texts:
+    number of equal answers.
+    """
+
+    difference: float
+    difference_se: float
+    groups: dict[str, Score]
     right_before: int
     right: int
-    to_wrong: tuple[str, ...]
-    to_right: tuple[str, ...]
+    worse: tuple[str, ...]
+    better: tuple[str, ...]
     same_texts: int
 
 
-def prompts_of(suite: Suite, questions: Sequence[Question], tokenizer: Any) -> list[list[int]]:
-    """Encode every question, with the tokenizer's chat template if it has one."""
-    if tokenizer.chat_template:
-        return [encode_chat(tokenizer, suite.chat(x)) for x in questions]
-    return [encode_prompt(tokenizer, suite.text(x)) for x in questions]
+def _by_group(scores: Sequence[tuple[str, float]]) -> dict[str, Score]:
+    groups: dict[str, list[float]] = {}
+    for group, score in scores:
+        groups.setdefault(group, []).append(score)
+    return {name: Score(*mean_and_se(x), len(x)) for name, x in groups.items()}
+
+
+def _mean_of(groups: Mapping[str, Score]) -> Score:
+    """The mean of the groups' means, with its standard error."""
+    means, errors = zip(*((x.mean, x.error) for x in groups.values()), strict=True)
+    num = sum(x.num_examples for x in groups.values())
+    return Score(math.fsum(means) / len(groups), math.hypot(*errors) / len(groups), num)
 
 
 def run_suite(
@@ -114,34 +152,32 @@ def run_suite(
     engine: "Answering",
     *,
     max_new_tokens: int | None = None,
+    length: int | None = None,
     progress: Progress | None = None,
 ) -> SuiteResult:
     """Generate greedy answers to the questions of `read_suite`, and judge them.
 
-    name: of SUITES. max_new_tokens: of an answer; None: the suite's. A request that fails and a
-    program that misbehaves count as wrong answers, and do not stop the rest. Raises ValueError if
-    answers cannot be judged on this machine.
+    name: of SUITES. max_new_tokens: of an answer; None: the suite's. length: tokens of a prompt and
+    its answer above which a suite that truncates does so. A request that fails and a program that
+    misbehaves count as wrong answers, and do not stop the rest. Raises ValueError if answers cannot
+    be judged on this machine.
     """
     suite = SUITES[name]
     suite.check_ready()
-    limit = max_new_tokens or suite.max_new_tokens
-    chat = bool(engine.tokenizer.chat_template)
-    prompts = prompts_of(suite, questions, engine.tokenizer)
+    limits = {"max_new_tokens": max_new_tokens, "length": length}
+    prompts = prompts_of(suite, questions, engine.tokenizer, **limits)
     begin = time.perf_counter()
-    replies = engine.answer(
-        prompts,
-        max_new_tokens=limit,
-        stop=() if chat else suite.stop,
-        report=stage(progress, f"{name} answers"),
-    )
+    replies = engine.answer(prompts, stage(progress, f"{name} answers"))
     answered = time.perf_counter()
     texts = [reply.text for reply in replies]
     verdicts = suite.judge(questions, texts, stage(progress, f"{name} verdicts"))
     return SuiteResult(
         suite=name,
         engine=engine.name,
-        chat=chat,
-        max_new_tokens=limit,
+        chat=bool(engine.tokenizer.chat_template),
+        max_new_tokens=max_new_tokens or suite.max_new_tokens,
+        length=length if suite.truncates else None,
+        truncated=sum(prompt.truncated for prompt in prompts),
         seconds=answered - begin,
         judge_seconds=time.perf_counter() - answered,
         answers=tuple(map(_answer, questions, replies, verdicts)),
@@ -150,10 +186,11 @@ def run_suite(
 
 def _answer(question: Question, reply: "Reply", verdict: Verdict) -> SuiteAnswer:
     if reply.error is not None:
-        verdict = Verdict(False, "error", reply.error)
+        verdict = Verdict(0.0, "error", reply.error)
     return SuiteAnswer(
         id=question.id,
-        right=verdict.right,
+        group=question.group,
+        score=verdict.score,
         kind=verdict.kind,
         detail=verdict.detail,
         text=reply.text,
@@ -163,35 +200,37 @@ def _answer(question: Question, reply: "Reply", verdict: Verdict) -> SuiteAnswer
     )
 
 
-def check_alike(
-    before: SuiteResult, ids: Sequence[str], *, suite: str, chat: bool, max_new_tokens: int
-) -> None:
+def check_alike(before: SuiteResult, ids: Sequence[str], **settings: Any) -> None:
     """Raise ValueError if the results of an earlier run are not of the questions with these ids and
-    these settings. Called before answers are generated."""
-    for what, new in {"suite": suite, "chat": chat, "max_new_tokens": max_new_tokens}.items():
+    these settings: suite, chat, max_new_tokens and length. Called before answers are generated."""
+    for what, new in settings.items():
         if (old := getattr(before, what)) != new:
             raise ValueError(f"these results differ in {what} ({old} and {new}); run both alike")
     if [x.id for x in before.answers] != list(ids):
         raise ValueError(
-            f"these results answer different questions of suite {suite}: "
+            f"these results answer different questions of suite {before.suite}: "
             f"{len(before.answers)} before and {len(ids)} now; run both alike"
         )
 
 
+def settings_of(result: SuiteResult) -> dict[str, Any]:
+    """The settings in which results that are compared must be equal."""
+    return {name: getattr(result, name) for name in ("suite", "chat", "max_new_tokens", "length")}
+
+
 def changes(before: SuiteResult, after: SuiteResult) -> Changes:
     """Compare two results. Raises ValueError if questions or settings differ."""
-    check_alike(
-        before,
-        [x.id for x in after.answers],
-        suite=after.suite,
-        chat=after.chat,
-        max_new_tokens=after.max_new_tokens,
-    )
+    check_alike(before, [x.id for x in after.answers], **settings_of(after))
     pairs = list(zip(before.answers, after.answers, strict=True))
+    groups = _by_group([(y.group, y.score - x.score) for x, y in pairs])
+    total = _mean_of(groups)
     return Changes(
+        difference=total.mean,
+        difference_se=total.error,
+        groups={name: x for name, x in groups.items() if name},
         right_before=before.right,
         right=after.right,
-        to_wrong=tuple(y.id for x, y in pairs if x.right and not y.right),
-        to_right=tuple(y.id for x, y in pairs if y.right and not x.right),
+        worse=tuple(y.id for x, y in pairs if y.score < x.score),
+        better=tuple(y.id for x, y in pairs if y.score > x.score),
         same_texts=sum(x.text == y.text for x, y in pairs),
     )

@@ -1,9 +1,9 @@
-"""Task examples in the words of RULER (Hsieh et al. 2024, its released templates): a context, and
-after its compression a question for one of several facts, all values of one key, or the variables
-of a chain of assignments.
+"""Short task examples in the words of RULER: a context, and after its compression a question for
+one of several facts, all values of one key, or the variables of a chain of assignments.
 
-Unlike RULER's, the filler is prose, and there is no solved example before the context. Room for
-question and answer is left within the length.
+Unlike the tasks of RULER (`tasks`), several questions share a context, the filler is always prose,
+numbers have five digits, and there is no solved example before the context. Room for question and
+answer is left within the length.
 """
 
 import itertools
@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any
 
 from kvfold.evaluation.haystack import (
+    ALL_VALUES,
     ANSWER,
     FACT,
     INTRO,
@@ -23,22 +24,12 @@ from kvfold.evaluation.haystack import (
     fit_prompt,
     load_filler,
 )
+from kvfold.evaluation.ruler.tasks import CHAIN_INTRO, CHAIN_QUESTION
 from kvfold.evaluation.tasks.late_question import LateQuestionTask
-from kvfold.utils.chat import apply_template, reply_words
+from kvfold.utils.chat import around_message
 from kvfold.utils.tokens import encode
 
-ALL_VALUES = (
-    "What are all the special magic numbers for {key} mentioned in the provided text? "
-    "The special magic numbers for {key} mentioned in the provided text are"
-)
-CHAIN_INTRO = (
-    "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
-)
-CHAIN = (
-    "Question: Find all variables that are assigned the value {value} in the text above. "
-    "Answer: According to the chain(s) of variable assignment in the text above, {count} variables "
-    "are assigned the value {value}, they are:"
-)
+CHAIN = "".join(CHAIN_QUESTION).rstrip()
 Count = Callable[[str], int]  # tokens of a text
 
 
@@ -100,13 +91,12 @@ def examples(
 def _in_chat(tokenizer: Any, task: LateQuestionTask, begins: str) -> LateQuestionTask:
     """Put context and question into a user's message, and `begins` and what follows it into the
     reply."""
-    turn = [{"role": "user", "content": "\x00"}]
-    whole = apply_template(tokenizer, turn, add_generation_prompt=True)
+    before, after = around_message(tokenizer)
     question, _, rest = task.question.partition(begins)
     return replace(
         task,
-        context=whole.partition("\x00")[0] + task.context,
-        question=question.rstrip() + reply_words(tokenizer) + begins + rest,
+        context=before + task.context,
+        question=question.rstrip() + (after or "\n") + begins + rest,
     )
 
 
