@@ -12,6 +12,8 @@ is the value of each pair.
     rows[name=x, batch=64]   the one row with these values
     rows[name=x]*            the list of all such rows
     rows[0]  rows.#          the first row; the number of rows
+    lost(x, wiki)            the increase in cross-entropy (nats/token) of row x over the original
+                             on text wiki, the mean over windows
 
 Then come steps: a format, or a name of `STEPS`. A number whose code has changed since it was
 measured is followed by †; `code_versions.py` says when that is.
@@ -33,6 +35,7 @@ ROOT = Path(__file__).parents[1]
 REGISTRY = "benchmarks/claims.toml"
 CLAIM = re.compile(r"<!--=([\w.+-]+):([\w.+-]+)-->(.*?)<!--/-->", re.DOTALL)
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
+LOST = re.compile(r"lost\((.+), ([\w-]+)\)")
 PART = re.compile(r"([^.\[\]*]+)?(?:\[([^\]]*)\](\*?))?(?:\.|$)")
 
 
@@ -64,7 +67,7 @@ STEPS: dict[str, Callable[[Any], Any]] = {
     "root": math.sqrt,
     "extent": extent,
     "percent": percent,
-    "bare": lambda text: re.sub(r"^(-?)0\.", r"\1.", text),  # .39 for 0.39
+    "nats": lambda nats: f"{nats:.3f}".replace("0.", ".", 1) if abs(nats) < 1 else f"{nats:.3f}",
     "unsigned": lambda text: text.lstrip("+"),
 }
 
@@ -124,6 +127,8 @@ class Claims:
         """A number, or what a path leads to."""
         if re.fullmatch(r"[\d.]+(e-?\d+)?", text):
             return float(text)
+        if match := LOST.fullmatch(text):
+            return self.lost(file, *match.groups())
         other, colon, path = text.partition(":")
         if colon and "[" not in other:
             file, text = other, path
@@ -135,6 +140,13 @@ class Claims:
             except (KeyError, IndexError, TypeError, ValueError):
                 raise ClaimError(f"benchmarks/results/{file}.json has no `{text}`") from None
         return value
+
+    def lost(self, file: str, name: str, text: str) -> float:
+        """The increase in cross-entropy (nats/token) over the original, the mean over windows."""
+        windows = (
+            self.term(file, f"rows[name={x}].texts.{text}.window_nll") for x in (name, "original")
+        )
+        return statistics.mean(a - b for a, b in zip(*windows, strict=True))
 
     def changes(self, file: str, key: str | None = None) -> list[Change]:
         """What changed since a key's rows were measured; without a key, what concerns all rows."""
@@ -260,5 +272,6 @@ def combined(operation: Callable[[Any, Any], Any], left: Any, right: Any) -> Any
 def row_names(definition: str) -> list[str]:
     """Names of what a definition asks for: of rows, and of what they are in."""
     choices = re.findall(r"\[([^\]]*=[^\]]*)\]", definition)
+    choices += [f"name={name}" for name, _ in LOST.findall(definition)]
     rows = [value for choice in choices for _, value in wanted(choice)]
     return rows + re.split(r"[.: ]", re.sub(r"\[[^\]]*\]", "", definition))

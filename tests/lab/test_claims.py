@@ -27,13 +27,19 @@ code = ["kernels"]
 [speed.claims]
 step = "rows[variant=ours, batch=64].ms | {:.1f} ms"
 faster = "rows[variant=bf16, batch=64].ms / rows[variant=ours, batch=64].ms | {:.2f}x"
-loss = "other:rows[name=a 4x, b].nll - other:rows[name=original].nll | mean | {:.3f} | bare"
+difference = "other:rows[name=a 4x, b].nll - other:rows[name=original].nll | mean | {}"
+
+[other.claims]
+loss = "lost(a 4x, b, wiki) | nats"
 """
 SPEED = [
     {"variant": "ours", "batch": 64, "ms": 8.04},
     {"variant": "bf16", "batch": 64, "ms": 16.08},
 ]
-OTHER = [{"name": "original", "nll": [1.0, 2.0]}, {"name": "a 4x, b", "nll": [1.25, 2.25]}]
+OTHER = [
+    {"name": name, "nll": nll, "texts": {"wiki": {"window_nll": nll}}}
+    for name, nll in (("original", [1.0, 2.0]), ("a 4x, b", [1.25, 2.25]))
+]
 PAGE = "A step takes <!--=speed:step-->8.0 ms<!--/-->.\n\n<!-- stale -->\n\n\n<!-- end -->\n"
 KERNEL = 'def width():\n    """How wide."""\n    return 64\n'
 
@@ -54,7 +60,8 @@ def root(tmp_path: Path) -> Path:
 def test_a_number_is_drawn_from_its_file(root: Path) -> None:
     claims = Claims(root)
     assert filled(PAGE, claims) == PAGE and not claims.versions.undecided()
-    assert claims.shown("speed", "faster") == "2.00x" and claims.shown("speed", "loss") == ".250"
+    assert claims.shown("speed", "faster") == "2.00x"
+    assert claims.shown("speed", "difference") == "0.25" and claims.shown("other", "loss") == ".250"
     assert "command:  python bench.py" in claims.described("speed", "step")
 
 
@@ -115,8 +122,8 @@ def test_a_mark_that_is_no_longer_true_is_red(root: Path) -> None:
 
 def test_only_the_rows_that_code_decides_are_marked(root: Path) -> None:
     some = '\n[speed.some]\n"kernels" = ["rows & ours"]\n\n[speed.claims]'
-    text = REGISTRY.replace('code = ["kernels"]\n', "").replace("\n[speed.claims]", some)
-    text += 'theirs = "rows[variant=bf16, batch=64].ms | {:.1f}"\n'
+    theirs = '\ntheirs = "rows[variant=bf16, batch=64].ms | {:.1f}"'
+    text = REGISTRY.replace('code = ["kernels"]\n', "").replace("\n[speed.claims]", some + theirs)
     (root / "benchmarks/claims.toml").write_text(text)
     Claims(root).versions.decide("kernels", "twice as wide", same=False)
     claims = Claims(root)
