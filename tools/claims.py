@@ -60,6 +60,7 @@ def extent(values: Iterable[int]) -> str:
 
 STEPS: dict[str, Callable[[Any], Any]] = {
     "mean": statistics.mean,
+    "error": lambda values: statistics.stdev(values) / math.sqrt(len(values)),
     "max": max,
     "min": min,
     "sum": sum,
