@@ -9,6 +9,7 @@ suites-qwen.json only means were stored: its points have no bars.
 import json
 import math
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,61 +68,94 @@ def stored_means(text: str) -> dict[str, Loss]:
     return found
 
 
-def draw(axes: Any, losses: dict[float, Loss], marker: str, label: str, **more: Any) -> None:
-    bars = list(zip(*(x.bars for x in losses.values()), strict=True))
-    heights = [x.percent for x in losses.values()]
-    axes.errorbar(list(losses), heights, bars, fmt=marker, label=label, capsize=2, **more)
+class Series(NamedTuple):
+    """Losses by how much smaller the cache is, and how they are drawn."""
+
+    losses: dict[float, Loss]
+    marker: str
+    color: str | None = None
 
 
-def qwen(axes: Any, text: str) -> None:
+def qwen(text: str) -> dict[str, Series]:
     rows = rows_of("layouts-qwen2.5-coder-1.5b")
     swift = {x: paired(rows, f"swift {x}x, 4 layouts", text) for x in (4, 5, 6, 8)}
-    draw(axes, swift, "o-", "swift (the default)")
+    found = {"swift (the default)": Series(swift, "o-")}
     means = stored_means(text)
     for label, (settings, marker) in WITHOUT_BARS.items():
-        draw(axes, {x: means[name] for x, name in settings.items()}, marker, label)
+        found[label] = Series({x: means[name] for x, name in settings.items()}, marker)
     if text == "wiki":
         (fp8, *_) = rows_of("portable-qwen")
         lost = fp8["texts"]["wiki"]
         loss = Loss(lost["lost"], lost["lost_se"])
-        draw(axes, {2: loss}, "x", "fp8, as vLLM stores it", color="black")
+        found["fp8, as vLLM stores it"] = Series({2: loss}, "x", "black")
+    return found
 
 
-def smollm2(axes: Any, text: str) -> None:
+def smollm2(text: str) -> dict[str, Series]:
     rows = rows_of("quality-smollm2-packaged")
-    for label, (sizes, marker) in SIZES.items():
-        draw(axes, {x: paired(rows, f"{label} {x}x", text) for x in sizes}, marker, label)
+    found = {
+        label: Series({x: paired(rows, f"{label} {x}x", text) for x in sizes}, marker)
+        for label, (sizes, marker) in SIZES.items()
+    }
     kept = {row["name"]: row["kept_fraction"] for row in rows}
     names = ("KIVI 4 bits", "int4, rotated", "int3, rotated")
     bits = {1 / kept[name]: paired(rows, name, text) for name in names}
-    draw(axes, bits, "D", "without maps: KIVI 4 bits, int4, int3")
+    return {**found, "without maps: KIVI 4 bits, int4, int3": Series(bits, "D")}
 
 
-def figure(plot: Any, path: Path, ticks: list[float], scale: str, **more: Any) -> None:
+class Picture(NamedTuple):
+    """What a picture shows, and its vertical axis."""
+
+    series: Callable[[str], dict[str, Series]]
+    ticks: list[float]
+    scale: dict[str, Any]
+
+    def numbers(self) -> str:
+        """All that is drawn, which the file keeps as its description."""
+        drawn = [
+            f"{text} {label}: "
+            + ", ".join(f"{x:.2f}x {y.percent:.3f}" for x, y in series.losses.items())
+            for text in TEXTS
+            for label, series in self.series(text).items()
+        ]
+        return "; ".join(drawn)
+
+
+TEXTS = {"wiki": "Wikipedia", "python": "Python source"}
+PICTURES = {  # by the name of the file in docs/quality
+    "qwen": Picture(qwen, [0.01, 0.1, 1, 10, 50], {"value": "log"}),
+    # Losses at 2x and 3x may be negative.
+    "smollm2-sizes": Picture(smollm2, [0, 0.1, 1, 10, 100], {"value": "symlog", "linthresh": 0.1}),
+}
+
+
+def draw(picture: Picture, path: Path) -> None:
     """Wikipedia beside Python source."""
-    drawn, (wiki, python) = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True)
-    for axes, text, title in ((wiki, "wiki", "Wikipedia"), (python, "python", "Python source")):
-        plot(axes, text)
+    figure, (wiki, python) = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True)
+    for axes, (text, title) in zip((wiki, python), TEXTS.items(), strict=True):
+        for label, (losses, marker, color) in picture.series(text).items():
+            bars = list(zip(*(x.bars for x in losses.values()), strict=True))
+            heights = [x.percent for x in losses.values()]
+            axes.errorbar(
+                list(losses), heights, bars, fmt=marker, label=label, color=color, capsize=2
+            )
         axes.set_xscale("log")
-        axes.set_yscale(scale, **more)
+        axes.set_yscale(**picture.scale)
         axes.set(xlabel="cache is smaller by a factor of", title=title)
         axes.set_xticks([2, 3, 4, 6, 8, 14], ["2", "3", "4", "6", "8", "14"])
         axes.minorticks_off()
         axes.grid(alpha=0.3)
     wiki.set_ylabel("increase in perplexity, %")
-    wiki.set_yticks(ticks, [f"{x:g}" for x in ticks])
-    drawn.legend(*wiki.get_legend_handles_labels(), ncols=3, loc="lower center", fontsize=8)
-    drawn.tight_layout(rect=(0, 0.14, 1, 1))
-    drawn.savefig(path, metadata={"Date": None})
+    wiki.set_yticks(picture.ticks, [f"{x:g}" for x in picture.ticks])
+    figure.legend(*wiki.get_legend_handles_labels(), ncols=3, loc="lower center", fontsize=8)
+    figure.tight_layout(rect=(0, 0.14, 1, 1))
+    figure.savefig(path, metadata={"Date": None, "Description": picture.numbers()})
 
 
 def main() -> None:
     plt.rcParams["svg.hashsalt"] = "kvfold"
-    pictures = ROOT / "docs/quality"
-    figure(qwen, pictures / "qwen.svg", [0.01, 0.1, 1, 10, 50], "log")
-    # Losses at 2x and 3x may be negative.
-    sizes = pictures / "smollm2-sizes.svg"
-    figure(smollm2, sizes, [0, 0.1, 1, 10, 100], "symlog", linthresh=0.1)
+    for name, picture in PICTURES.items():
+        draw(picture, ROOT / f"docs/quality/{name}.svg")
 
 
 if __name__ == "__main__":
