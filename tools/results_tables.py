@@ -380,14 +380,28 @@ def stale() -> Iterator[str]:
 
 
 def undecided(name: str, paths: Iterable[str]) -> str:
-    """What to do where watched code has changed."""
-    decided = [x for x, entry in CLAIMS.files.items() if name in codes(entry)]
+    """What a change of watched code makes stale, and what to do."""
+    pages = pages_by_file()
+    files = [x for x, entry in CLAIMS.files.items() if name in codes(entry)]
+    figures = "".join(f"    {x}.json: {', '.join(pages.get(x, ['no page']))}\n" for x in files)
     return (
-        f"{', '.join(paths)} changed, which decides figures of {', '.join(decided)}. Run\n"
-        f'    python tools/results_tables.py changed "{name}" "WHAT CHANGED"   if they may move '
+        f"{', '.join(paths)} changed. They decide figures of\n{figures}Run\n"
+        f'    python tools/results_tables.py changed "{name}" "WHAT CHANGED"   if these may move '
         "(pages then mark them), or\n"
         f'    python tools/results_tables.py same "{name}" "WHY NOT"           if they cannot'
     )
+
+
+def pages_by_file() -> dict[str, list[str]]:
+    """The pages that show figures of each results file."""
+    found: dict[str, list[str]] = {}
+    for page in PAGES:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        files = [file for file, _, _ in CLAIM.findall(text)]
+        files += [x for _, name, _ in MARKED.findall(text) for x in files_of(name)]
+        for file in dict.fromkeys(files):
+            found.setdefault(file, []).append(page)
+    return found
 
 
 def codes(entry: Row) -> list[str]:
