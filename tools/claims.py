@@ -10,7 +10,6 @@ and numbers, joined by ` + `, ` - `, ` * `, ` / ` and computed from left to righ
 is the value of each pair.
 
     rows[name=x, batch=64]   the one row with these values
-    rows[name=x]*            the list of all such rows
     rows[0]  rows.#          the first row; the number of rows
     lost(x, wiki)            the increase in cross-entropy (nats/token) of row x over the original
                              on text wiki, the mean over windows
@@ -36,7 +35,7 @@ REGISTRY = "benchmarks/claims.toml"
 CLAIM = re.compile(r"<!--=([\w.+-]+):([\w.+-]+)-->(.*?)<!--/-->", re.DOTALL)
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 LOST = re.compile(r"lost\((.+), ([\w-]+)\)")
-PART = re.compile(r"([^.\[\]*]+)?(?:\[([^\]]*)\](\*?))?(?:\.|$)")
+PART = re.compile(r"([^.\[\]]+)?(?:\[([^\]]*)\])?(?:\.|$)")
 
 
 class ClaimError(Exception):
@@ -61,12 +60,7 @@ def extent(values: Iterable[int]) -> str:
 STEPS: dict[str, Callable[[Any], Any]] = {
     "mean": statistics.mean,
     "error": lambda values: statistics.stdev(values) / math.sqrt(len(values)),
-    "max": max,
-    "min": min,
-    "sum": sum,
-    "count": len,
     "root": math.sqrt,
-    "extent": extent,
     "percent": percent,
     "nats": lambda nats: f"{nats:.3f}".replace("0.", ".", 1) if abs(nats) < 1 else f"{nats:.3f}",
     "unsigned": lambda text: text.lstrip("+"),
@@ -114,6 +108,8 @@ class Claims:
         expression, *steps = (x.strip() for x in definition.split(" | "))
         value = self.value(file, expression)
         for step in steps:
+            if "{" not in step and step not in STEPS:
+                raise ClaimError(f"there is no step `{step}`")
             value = step.format(value) if "{" in step else STEPS[step](value)
         return str(value)
 
@@ -134,10 +130,10 @@ class Claims:
         if colon and "[" not in other:
             file, text = other, path
         value = self.results(file)
-        for name, choice, every in parts(text):
+        for name, choice in parts(text):
             try:
                 value = len(value) if name == "#" else value[name] if name else value
-                value = value if choice is None else chosen(value, choice, every)
+                value = value if choice is None else chosen(value, choice)
             except (KeyError, IndexError, TypeError, ValueError):
                 raise ClaimError(f"benchmarks/results/{file}.json has no `{text}`") from None
         return value
@@ -149,9 +145,9 @@ class Claims:
         )
         return statistics.mean(a - b for a, b in zip(*windows, strict=True))
 
-    def changes(self, file: str, key: str | None = None) -> list[Change]:
-        """What changed since a key's rows were measured; without a key, what concerns all rows."""
-        definition = "" if key is None else self.definition(file, key)
+    def changes(self, file: str, key: str) -> list[Change]:
+        """What changed since a key's rows were measured."""
+        definition = self.definition(file, key)
         others = re.findall(r"([\w.+-]+):(?=\w+[\[.])", definition)
         files = dict.fromkeys([file, *others])
         found = [x for each in files for x in self.changes_of(each, row_names(definition))]
@@ -175,11 +171,6 @@ class Claims:
     def mark(self, file: str, *names: str) -> str:
         """The mark of rows of these names, or nothing."""
         return STALE if self.changes_of(file, names) else ""
-
-    def keys_on(self, text: str) -> Iterator[tuple[str, str]]:
-        """File and key of each number on a page."""
-        for match in CLAIM.finditer(text):
-            yield match[1], match[2]
 
     def filled(self, text: str) -> str:
         """A page's text with its numbers as the results say."""
@@ -223,26 +214,23 @@ class Claims:
         return [f"  {name + ':':9} {x}" for name, x in found.items() if x]
 
 
-def parts(path: str) -> Iterator[tuple[str | None, str | None, bool]]:
-    """A path's names, each with what is in its brackets and whether a list is asked for."""
+def parts(path: str) -> Iterator[tuple[str | None, str | None]]:
+    """A path's names, each with what is in its brackets."""
     place = 0
     while place < len(path):
         match = PART.match(path, place)
         if not match or match.end() == place:
             raise ClaimError(f"`{path}` is no path")
-        yield match[1], match[2], match[3] == "*"
+        yield match[1], match[2]
         place = match.end()
 
 
-def chosen(rows: Any, choice: str, every: bool) -> Any:
-    """The entry of a number, or the rows whose values are as `choice` says."""
+def chosen(rows: Any, choice: str) -> Any:
+    """The entry of a number, or the one row whose values are as `choice` says."""
     if choice.isdigit():
         return rows[int(choice)]
     conditions = wanted(choice)
-    found = [row for row in rows if all(spelt(inner(row, k)) == v for k, v in conditions)]
-    if every:
-        return found
-    (row,) = found
+    (row,) = [x for x in rows if all(spelt(inner(x, k)) == v for k, v in conditions)]
     return row
 
 
