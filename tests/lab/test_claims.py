@@ -177,6 +177,27 @@ def test_a_developer_is_told_what_a_change_makes_stale() -> None:
     assert "vllm-agents-8b.json: README.md, docs/performance.md\n" in text
 
 
+def test_a_number_is_traced_to_its_file_and_command() -> None:
+    found = "\n".join(results_tables.where("vllm-agents-8b:bits-4"))
+    assert "README.md: " in found and "docs/performance.md: " not in found
+    assert "file:     benchmarks/results/vllm-agents-8b.json" in found
+    assert "command:  python benchmarks/vllm_agents.py" in found
+    table = "\n".join(results_tables.where("763"))
+    assert "docs/quality.md: table `answers`" in table and "benchmarks/real_tasks.py" in table
+
+
+def test_what_is_stale_is_listed() -> None:
+    listed = [*results_tables.stale()]
+    marked = {file for page in PAGES for file in files_marked(page)}
+    assert marked <= {Path(x.split()[0].rstrip(":")).stem for x in listed}
+
+
+def files_marked(page: str) -> set[str]:
+    """Results files that a page's marks are about."""
+    filled((ROOT / page).read_text(encoding="utf-8"))
+    return set(CLAIMS.marked)
+
+
 def test_numbers_show_what_the_results_say() -> None:
     for page in PAGES:
         text = (ROOT / page).read_text(encoding="utf-8")
