@@ -194,15 +194,19 @@ class Claims:
 
     def described(self, file: str, key: str) -> str:
         """Where a number is from, for people."""
-        lines = [f"{self.shown(file, key)}   {file}:{key}", *self.origin(file)]
-        lines.insert(2, f"  value:    {self.definition(file, key)}")
+        definition = self.definition(file, key)
+        row = re.match(r"\w+\[[^\]]*=[^\]]*\]", definition)
+        lines = [f"{self.shown(file, key)}   {file}:{key}"]
+        lines += self.origin(file, self.term(file, row[0]) if row else {})
+        lines.insert(2, f"  value:    {definition}")
         lines += [f"  stale:    {change}" for change in self.changes(file, key)]
         return "\n".join(lines)
 
-    def origin(self, file: str) -> list[str]:
-        """A results file, how it was made and which code decides it, a line each."""
+    def origin(self, file: str, row: dict[str, Any] | None = None) -> list[str]:
+        """A results file, how it was made and which code decides it, a line each. A row that was
+        measured again has versions of its own."""
         entry, report = self.files.get(file, {}), self.results(file)
-        runs = [report, *report.get("runs", [])] if isinstance(report, dict) else []
+        runs = [row or {}, report, *report.get("runs", [])]
         versions = next((x["versions"] for x in runs if "versions" in x), {})
         code = ", ".join([*entry.get("code", []), *entry.get("some", {})])
         found = {

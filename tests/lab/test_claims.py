@@ -65,6 +65,13 @@ def test_a_number_is_drawn_from_its_file(root: Path) -> None:
     assert "command:  python bench.py" in claims.described("speed", "step")
 
 
+def test_a_row_that_was_measured_again_has_versions_of_its_own(root: Path) -> None:
+    rows = [SPEED[0] | {"versions": {"device": "new"}}, SPEED[1]]
+    report = {"rows": rows, "versions": {"device": "old"}}
+    (root / "benchmarks/results/speed.json").write_text(json.dumps(report))
+    assert "versions: device new" in Claims(root).described("speed", "step")
+
+
 def test_another_number_on_the_page_is_red(root: Path) -> None:
     assert filled(PAGE.replace("8.0", "7.9"), Claims(root)) == PAGE
 
