@@ -15,6 +15,7 @@ person decides, giving the reason:
     python tools/results_tables.py changed "attention on GPUs" "four heads a block"  # may move
     python tools/results_tables.py same "attention on GPUs" "other names"            # cannot
     python tools/results_tables.py measured vllm-8b                      # after a measurement
+    python tools/results_tables.py measured quality-gqa --code Palu      # of these rows alone
 
 The digest is of the syntax tree without docstrings, comments, imports, annotations and messages of
 errors, which decide no figure.
@@ -103,9 +104,12 @@ class Versions:
         self.digests[name] = self.current(name)
         self.save()
 
-    def measured(self, file: str, code: Iterable[str]) -> None:
-        """A results file was measured with the code as it is now."""
-        self.files[file] = {name: self.version(name) for name in code}
+    def measured(self, file: str, code: Iterable[str], alone: str | None = None) -> None:
+        """A results file, or its rows that the code `alone` decides, were measured with the code as
+        it is now. `code` is all that decides rows of it."""
+        before = self.files.get(file, {})
+        again = {name for name in code if alone in (None, name)}
+        self.files[file] = {x: self.version(x) if x in again else before.get(x, 1) for x in code}
         self.save()
 
     def save(self) -> None:

@@ -422,6 +422,7 @@ def main() -> None:
         "measured", help="take a results file as measured with today's code"
     )
     measured.add_argument("file", choices=list(CLAIMS.files))
+    measured.add_argument("--code", choices=list(CLAIMS.code), help="of rows that it decides alone")
     args = parser.parse_args()
     if args.command in ("where", "stale"):
         print("\n".join(where(args.number) if args.command == "where" else stale()))
@@ -429,7 +430,7 @@ def main() -> None:
     if args.command in ("changed", "same"):
         CLAIMS.versions.decide(args.code, args.reason, same=args.command == "same")
     elif args.command == "measured":
-        CLAIMS.versions.measured(args.file, codes(CLAIMS.files[args.file]))
+        CLAIMS.versions.measured(args.file, codes(CLAIMS.files[args.file]), args.code)
     write()
 
 

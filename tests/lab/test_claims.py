@@ -127,6 +127,15 @@ def test_a_mark_that_is_no_longer_true_is_red(root: Path) -> None:
     assert filled(marked, Claims(root)) == PAGE != marked
 
 
+def test_some_rows_may_be_measured_again_alone(root: Path) -> None:
+    versions = Claims(root).versions
+    versions.decide("kernels", "twice as wide", same=False)
+    versions.measured("speed", ["kernels", "other"], "other")
+    assert versions.files["speed"] == {"kernels": 1, "other": 1}
+    versions.measured("speed", ["kernels", "other"], "kernels")
+    assert versions.files["speed"] == {"kernels": 2, "other": 1}
+
+
 def test_only_the_rows_that_code_decides_are_marked(root: Path) -> None:
     some = '\n[speed.some]\n"kernels" = ["rows & ours"]\n\n[speed.claims]'
     theirs = '\ntheirs = "rows[variant=bf16, batch=64].ms | {:.1f}"'
