@@ -1,21 +1,35 @@
-"""Writes the tables of docs/quality.md and docs/performance.md from benchmarks/results.
+"""Fills pages from results files: tables, numbers in sentences, and marks of what is stale.
 
-    python tools/results_tables.py
+    python tools/results_tables.py              # writes the pages
+    python tools/results_tables.py where 11.6   # files and commands of the numbers that show 11.6
+    python tools/results_tables.py stale        # what was measured before its code changed
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`, NAME is a function of this file.
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`; NAME is a function of this file.
+A number in a sentence is `<!--=FILE:KEY-->11.6<!--/-->` (claims.py). A page with marks of stale
+figures explains them between `<!-- stale -->`, or `<!-- stale in short -->`, and `<!-- end -->`.
+When watched code changes, see code_versions.py.
 """
 
-import json
-import math
+import argparse
 import re
 import statistics
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-PAGES = ("docs/quality.md", "docs/performance.md")
+from claims import CLAIM, ROOT, ClaimError, Claims, extent, percent
+
+PAGES = (
+    "README.md",
+    "docs/quality.md",
+    "docs/performance.md",
+    "docs/vllm.md",
+    "docs/recipes.md",
+    "docs/start.md",
+    *(f"docs/papers/{name}.md" for name in ("kv-compress", "lorc", "palu", "zack", "zdc")),
+)
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+NOTES = re.compile(r"(<!-- stale( in short)? -->\n).*?(<!-- end -->)", re.DOTALL)
+CLAIMS = Claims()
 
 Row = dict[str, Any]
 
@@ -38,7 +52,12 @@ FLAGS = {  # settings of suites-qwen.json: flags of kvfold, times smaller
 
 def results(name: str) -> Any:
     """A file of benchmarks/results."""
-    return json.loads((ROOT / f"benchmarks/results/{name}.json").read_text(encoding="utf-8"))
+    return CLAIMS.results(name)
+
+
+def mark(file: str, *names: str) -> str:
+    """What follows the label of a stale row."""
+    return f" {found}" if (found := CLAIMS.mark(file, *names)) else ""
 
 
 def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -48,23 +67,8 @@ def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def percent(nats: float) -> str:
-    """The increase in perplexity that an increase in cross-entropy (nats/token) is."""
-    value = 100 * math.expm1(nats)
-    if value > 1000:
-        return "over +1000 %"
-    digits = 2 if abs(value) < 0.1 else 1 if value < 100 else 0
-    return f"{value:+.{digits}f} %"
-
-
 def smaller(factor: float) -> str:
     return f"{factor:.1f}x".replace(".0x", "x")
-
-
-def extent(values: Iterable[int]) -> str:
-    """A number, or the smallest and the largest of several measurements."""
-    low, high = min(numbers := list(values), default=None), max(numbers, default=None)
-    return "" if low is None else str(low) if low == high else f"{low} to {high}"
 
 
 # -- quality --------------------------------------------------------------------------------------
@@ -80,7 +84,8 @@ def qwen() -> str:
     def line(setting: str, flags: str, size: float) -> list[str]:
         losses = next(x["nats"] for x in rows if x["setting"] == setting and x.get("nats"))
         lost = [percent(losses[text]) for text in ("wiki", "python")]
-        return [flags, smaller(size), *lost, right(setting, "code"), right(setting, "math")]
+        label = flags + mark("suites-qwen", setting)
+        return [label, smaller(size), *lost, right(setting, "code"), right(setting, "math")]
 
     head = ["setting", "smaller", "Wikipedia", "Python", "HumanEval, of 164", "GSM8K, of 200"]
     first = ["uncompressed", "1x", "", "", right("original", "code"), right("original", "math")]
@@ -100,7 +105,8 @@ def answers() -> str:
 
     def line(row: Row) -> list[str]:
         counts = (row["math"]["right"], row["math"]["gained"], row["math"]["lost"])
-        return [names[row["setting"]], *map(str, counts), str(row["code"]["right"])]
+        label = names[row["setting"]] + mark("suites-qwen", row["setting"])
+        return [label, *map(str, counts), str(row["code"]["right"])]
 
     head = [
         "setting",
@@ -121,7 +127,8 @@ def smollm2() -> str:
         if name not in rows:
             return ""
         lost = [increase(rows[name], rows["original"], text) for text in ("wiki", "python")]
-        return ", ".join(percent(x).replace(" %", "") for x in lost)
+        stale = mark("quality-smollm2-packaged", name)
+        return ", ".join(percent(x).replace(" %", "") for x in lost) + stale
 
     lines = [[f"`{x}`", *(cell(f"{x} {n}x") for n in sizes)] for x in ("swift", "lean", "small")]
     plain = {2: "int8, rotated", 3: "KIVI 4 bits", 4: "int4, rotated", 5: "int3, rotated"}
@@ -163,6 +170,7 @@ def published() -> str:
     def line(name: str, label: str) -> list[str]:
         texts = ("wiki-heldout", "source-code")
         lost = [percent(increase(rows[name], rows["original"], text)) for text in texts]
+        label += mark("quality-smollm2", name)
         return [label, smaller(1 / rows[name]["kept_fraction"]), *lost]
 
     head = ["method", "smaller", "Wikipedia", "Python"]
@@ -181,7 +189,7 @@ def eviction() -> str:
     def line(policy: str) -> list[str]:
         cells = [right(found.get((policy, keep))) for keep in (0.5, 0.25, 0.125)]
         lost = increase(found[policy, 0.25], original, "wiki-heldout")
-        return [f"`{policy}`", *cells, percent(lost)]
+        return [f"`{policy}`{mark('asked-smollm2', policy)}", *cells, percent(lost)]
 
     policies = ["kvzip", "kvzip-keys", "learned", "auto", "expected-attention", "kv-compress"]
     policies += ["h2o", "snapkv", "streaming", "random"]
@@ -211,7 +219,8 @@ def vllm() -> str:
         (first,) = (x["ms"] for x in report["first_tokens"] if x["variant"] == name)
         (size,) = (x["token_bytes"] for x in report["capacity"] if x["variant"] == name)
         times = [f"{steps[n]:.2f}" if n in steps else "–" for n in (1, 8, 32, 64)]
-        return [names[name], run, f"{size:,.0f}", *times, f"{first:.0f}"]
+        label = names[name] + mark(file, name)
+        return [label, run, f"{size:,.0f}", *times, f"{first:.0f}"]
 
     head = ["", "run", "bytes per token", "1", "8", "32", "64", "first token"]
     return markdown(head, (line(*x) for x in runs))
@@ -227,7 +236,10 @@ def qwen_steps() -> str:
         "swift-4x": ("`--recipe swift --factor 4` (balanced)", 7176),
     }
     times = results("suites-qwen")["steps_one_machine"]["step_ms"]
-    rows = ([label, f"{size:,}", f"{times[name]:.2f}"] for name, (label, size) in names.items())
+    rows = (
+        [label + mark("suites-qwen", name), f"{size:,}", f"{times[name]:.2f}"]
+        for name, (label, size) in names.items()
+    )
     return markdown(["", "bytes per token", "ms a step"], rows)
 
 
@@ -248,6 +260,7 @@ def engine_steps() -> str:
     def line(name: str, label: str) -> list[str]:
         size = steps[name, 64]["cache_bytes"] / 64 / 8192
         cells = [f"{steps[name, n]['ms']:.2f}" if (name, n) in steps else "–" for n in (1, 8, 64)]
+        label += mark("decode-tiers-once-8b", name)
         return [label, f"{size:,.0f}", *cells, f"{first[name]:.0f}" if name in first else "–"]
 
     head = ["", "bytes per token", "1", "8", "64", "first token"]
@@ -261,7 +274,7 @@ def trace() -> str:
     def line(x: Row) -> list[str]:
         times = [f"{x['ms_per_token']:.1f}", f"{x['first_s']:.2f}", f"{x['requests_per_s']:.1f}"]
         return [
-            names[x["variant"]],
+            names[x["variant"]] + mark("vllm-8b", "rates", x["variant"]),
             f"{x['rate']:g}",
             f"{x['answered']} of {x['requests']}",
             *times,
@@ -269,6 +282,29 @@ def trace() -> str:
 
     head = ["", "requests/s that come", "answered", "ms/token", "first token, s", "answered/s"]
     return markdown(head, map(line, results("vllm-8b")["rates"]))
+
+
+def agents() -> str:
+    """Sessions of agents that one GPU bears under vLLM."""
+    names = {
+        "bf16-full": "vLLM, bf16",
+        "fp8": "vLLM, `--kv-cache-dtype fp8`",
+        "bits-4": "kvfold, 4 bits",
+        "swift-5x": "kvfold, `swift` 5x, folded",
+    }
+
+    def line(run: Row) -> list[str]:
+        kind, (level,) = run["settings"]["kind"], run["levels"]
+        assert level["borne"]
+        times = [
+            f"{level[f'{of}_ms_median']:.{digits}f}, {level[f'{of}_ms_95']:.{digits}f}"
+            for of, digits in (("token", 1), ("first", 0))
+        ]
+        cells = [f"{run['capacity']['tokens'] / 1e6:.2f} M", str(level["sessions"]), *times]
+        return [names[kind] + mark("vllm-agents-8b", kind), *cells, f"{run['ready_s']:.0f}"]
+
+    head = ["cache", "tokens that fit", "sessions borne", "a token", "first token", "ready, s"]
+    return markdown(head, map(line, results("vllm-agents-8b")["runs"]))
 
 
 def throughput() -> str:
@@ -281,7 +317,8 @@ def throughput() -> str:
         gain = x["tokens_per_s"] / whole[x["tokens"]]
         kept = f"{x['kept']} tokens" if x["kept"] else "all"
         speed = f"{x['tokens_per_s']:,.0f}"
-        return [f"{x['tokens']:,} tokens", kept, speed, f"{gain:.2f}x", str(x["largest_batch"])]
+        label = f"{x['tokens']:,} tokens{mark('serving-8b', 'throughput')}"
+        return [label, kept, speed, f"{gain:.2f}x", str(x["largest_batch"])]
 
     return markdown(
         ["prompts", "kept of each", "tokens/s", "gain", "largest batch"], map(line, rows)
@@ -289,19 +326,112 @@ def throughput() -> str:
 
 
 QUALITY = (qwen, answers, smollm2, published, eviction)
-SPEED = (vllm, qwen_steps, engine_steps, trace, throughput)
+SPEED = (vllm, qwen_steps, engine_steps, trace, agents, throughput)
 TABLES: dict[str, Callable[[], str]] = {table.__name__: table for table in (*QUALITY, *SPEED)}
 
 
-def filled(text: str) -> str:
-    """A page's text with its tables as the results say."""
-    return MARKED.sub(lambda x: f"{x[1]}\n{TABLES[x[2]]()}\n\n{x[3]}", text)
+def filled(text: str, claims: Claims = CLAIMS) -> str:
+    """A page's text with its tables, its numbers and its marks as the results say."""
+    claims.marked.clear()
+    text = MARKED.sub(lambda x: f"{x[1]}\n{TABLES[x[2]]()}\n\n{x[3]}", text)
+    text = claims.filled(text)
+    if claims.marked and not NOTES.search(text):
+        raise ClaimError("a page with stale figures needs `<!-- stale -->` and `<!-- end -->`")
+    return NOTES.sub(lambda x: f"{x[1]}\n{claims.footnote(short=bool(x[2]))}\n{x[3]}", text)
 
 
-def main() -> None:
+def write() -> None:
+    """Fill all pages."""
     for page in PAGES:
         path = ROOT / page
         path.write_text(filled(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def where(shown: str) -> Iterator[str]:
+    """Where the numbers of pages that show these characters are from."""
+    for page in PAGES:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        for file, key, number in CLAIM.findall(text):
+            if shown in number or shown == f"{file}:{key}":
+                yield f"{page}: {CLAIMS.described(file, key)}"
+        for name, table in re.findall(r"<!-- table: (\w+) -->\n(.*?)<!-- end -->", text, re.DOTALL):
+            if re.search(rf"(?<![\d.]){re.escape(shown)}(?![\d.])", table):
+                lines = [f"{page}: table `{name}`, by {name}() of tools/results_tables.py"]
+                yield "\n".join(lines + [x for file in files_of(name) for x in CLAIMS.origin(file)])
+
+
+def files_of(table: str) -> list[str]:
+    """The results files that a table is made of."""
+    CLAIMS.opened.clear()
+    TABLES[table]()
+    return list(CLAIMS.opened)
+
+
+def stale() -> Iterator[str]:
+    """What was measured before its code changed, and code that nobody has judged yet."""
+    for file in CLAIMS.files:
+        some = CLAIMS.files[file].get("some", {})
+        names = {x for rows in some.values() for row in rows for x in row.split(" & ")}
+        for change in CLAIMS.changes_of(file, names):
+            rows = f" ({', '.join(some[change.code])})" if change.code in some else ""
+            yield f"benchmarks/results/{file}.json{rows}: {change}"
+    for name, paths in CLAIMS.versions.undecided().items():
+        yield undecided(name, paths)
+
+
+def undecided(name: str, paths: Iterable[str]) -> str:
+    """What a change of watched code makes stale, and what to do."""
+    pages = pages_by_file()
+    files = [x for x, entry in CLAIMS.files.items() if name in codes(entry)]
+    figures = "".join(f"    {x}.json: {', '.join(pages.get(x, ['no page']))}\n" for x in files)
+    return (
+        f"{', '.join(paths)} changed. They decide figures of\n{figures}Run\n"
+        f'    python tools/results_tables.py changed "{name}" "WHAT CHANGED"   if these may move '
+        "(pages then mark them), or\n"
+        f'    python tools/results_tables.py same "{name}" "WHY NOT"           if they cannot'
+    )
+
+
+def pages_by_file() -> dict[str, list[str]]:
+    """The pages that show figures of each results file."""
+    found: dict[str, list[str]] = {}
+    for page in PAGES:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        files = [file for file, _, _ in CLAIM.findall(text)]
+        files += [x for _, name, _ in MARKED.findall(text) for x in files_of(name)]
+        for file in dict.fromkeys(files):
+            found.setdefault(file, []).append(page)
+    return found
+
+
+def codes(entry: Row) -> list[str]:
+    """Code that decides rows of a results file."""
+    return [*entry.get("code", []), *entry.get("some", {})]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command")
+    commands.add_parser("where", help="file and command of a number").add_argument("number")
+    commands.add_parser("stale", help="what was measured before its code changed")
+    for name in ("changed", "same"):
+        command = commands.add_parser(name, help="judge a change of watched code")
+        command.add_argument("code", choices=list(CLAIMS.code))
+        command.add_argument("reason")
+    measured = commands.add_parser(
+        "measured", help="take a results file as measured with today's code"
+    )
+    measured.add_argument("file", choices=list(CLAIMS.files))
+    measured.add_argument("--code", choices=list(CLAIMS.code), help="of rows that it decides alone")
+    args = parser.parse_args()
+    if args.command in ("where", "stale"):
+        print("\n".join(where(args.number) if args.command == "where" else stale()))
+        return
+    if args.command in ("changed", "same"):
+        CLAIMS.versions.decide(args.code, args.reason, same=args.command == "same")
+    elif args.command == "measured":
+        CLAIMS.versions.measured(args.file, codes(CLAIMS.files[args.file]), args.code)
+    write()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Tables of results in docs/ show what their reports say, on whatever page they stand."""
 
+import html
 import json
 from functools import cache
 from pathlib import Path
@@ -91,3 +92,13 @@ def test_results_are_as_the_reports_say(page: str) -> None:
 def test_every_table_of_results_is_on_a_page() -> None:
     text = "".join((ROOT / page).read_text(encoding="utf-8") for page in PAGES)
     assert all(f"<!-- table: {name} -->" in text for name in TABLES)
+
+
+@pytest.mark.parametrize("name", ["qwen", "smollm2-sizes", "eviction-smollm2"])
+def test_pictures_show_what_the_results_say(name: str) -> None:
+    pytest.importorskip("matplotlib", reason="Matplotlib is not installed")
+    from quality_plots import numbers
+
+    shown = html.escape(numbers(name), quote=False)
+    picture = (ROOT / f"docs/quality/{name}.svg").read_text(encoding="utf-8")
+    assert shown in picture, "run python tools/quality_plots.py"
