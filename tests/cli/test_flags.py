@@ -19,7 +19,7 @@ from cyclopts import App
 import kvfold.server.run
 from commands import refused, without_progress
 from kvfold import api, recovery
-from kvfold.cli import bench_serve
+from kvfold.cli import bench_agents, bench_serve
 from kvfold.cli.main import app, main
 from kvfold.cli.settings import FLAGS, expanded
 from kvfold.engine.api import llm
@@ -99,6 +99,7 @@ def place(tmp_path, monkeypatch) -> Path:
         monkeypatch.setattr(module, "load", begin)
     monkeypatch.setattr(kvfold.server.run, "run", begin)
     monkeypatch.setattr(bench_serve.LoadTest, "measure", begin)
+    monkeypatch.setattr(bench_agents, "measure", begin)
     return tmp_path
 
 

@@ -134,13 +134,13 @@ class Client:
         async def send(number: int, request: TimedRequest) -> Outcome:
             nonlocal ended
             outcome = Outcome(at=request.at, prompt_tokens=request.prompt)
-            body = self._body(prompts.cut(f"{name} {number}", request.prompt), request.output)
+            prompt = prompts.cut(f"{name} {number}", request.prompt)
             try:
                 async with asyncio.timeout(seconds - (time.perf_counter() - start)):
                     await asyncio.sleep(request.at - (time.perf_counter() - start))
                     async with slots:
                         outcome.sent = time.perf_counter() - start
-                        await self._ask(body, outcome, start)
+                        await self.ask(prompt, request.output, outcome, start)
             except TimeoutError:
                 outcome.error = f"not done after {seconds:g} s"
             except (aiohttp.ClientError, OSError, ValueError) as error:
@@ -166,7 +166,12 @@ class Client:
             body["prompt"] = prompt
         return body if self.server.plain else body | {"ignore_eos": True}
 
-    async def _ask(self, body: dict[str, Any], outcome: Outcome, start: float) -> None:
+    async def ask(
+        self, prompt: list[int] | str, output: int, outcome: Outcome, start: float
+    ) -> None:
+        """Send one request for an answer of `output` tokens, and add what comes to its outcome.
+        start: the time from which the outcome counts."""
+        body = self._body(prompt, output)
         url = self.server.root + PATHS[self.server.endpoint]
         async with self.session.post(url, json=body) as answer:
             if answer.status != 200:

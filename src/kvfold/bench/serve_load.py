@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from kvfold.bench.serve_client import Outcome
 
 Arrival = Literal["poisson", "fixed"]
+SIGMA = 0.6  # of the logarithm of an agent's lengths
+NARROWEST, WIDEST = 1 / 3, 2.5  # bounds of these lengths, in medians
 MOST_TOKENS = 10**7  # of a prompt or an answer in a trace
 TRACES = (  # fields of time, prompt and output; what makes their times seconds
     ("TIMESTAMP", "ContextTokens", "GeneratedTokens", None),  # Azure's LLM inference traces
@@ -170,6 +172,42 @@ def _tokens(value: Any) -> int:
     return int(number)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Conversations:
+    """The conversations that agents hold. Raises SettingError."""
+
+    shortest: int = setting(8192, "Fewest tokens of a context that begins.", least=1)
+    longest: int = setting(65536, "Most tokens of a context; at them another one begins.", least=1)
+    shared: int = setting(2048, "Tokens at the beginning that all contexts share.", least=0)
+    turn_tokens: int = setting(600, "Tokens that a turn adds, in the median.", least=1)
+    answer_tokens: int = setting(150, "Tokens of an answer, in the median.", least=1)
+    pause: float = setting(10.0, "Seconds from an answer to the next turn, in the mean.", least=0)
+    seed: int = setting(0, "Seed of lengths, pauses and texts.", **SEEDS)
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.shared >= self.shortest:
+            raise SettingError(
+                f"`shared` must be below `shortest`; got {self.shared} and {self.shortest}"
+            )
+        if self.shortest + self.most_per_turn > self.longest:
+            raise SettingError(
+                f"`longest` must hold a context and a turn, {self.shortest + self.most_per_turn}"
+                f" tokens; got {self.longest}: raise it, or lower `shortest` or `turn_tokens`"
+            )
+
+    @property
+    def most_per_turn(self) -> int:
+        """Tokens that a turn and its answer add at most."""
+        return sum(int(WIDEST * x) for x in (self.turn_tokens, self.answer_tokens))
+
+
+def length(rng: random.Random, median: int) -> int:
+    """A length, log-normally distributed within bounds."""
+    drawn = median * rng.lognormvariate(0.0, SIGMA)
+    return max(1, int(min(WIDEST * median, max(NARROWEST * median, drawn))))
+
+
 class Prompts:
     """Cuts prompts of exact lengths from a text, which starts again at its end.
 
@@ -179,11 +217,23 @@ class Prompts:
     def __init__(self, units: Sequence[int] | Sequence[str], seed: int) -> None:
         self.units, self.seed = units, seed
 
+    @property
+    def are_tokens(self) -> bool:
+        """Whether prompts are token ids."""
+        return isinstance(self.units[0], int)
+
     def cut(self, name: str, length: int) -> list[int] | str:
         """The prompt of a name: always the same one. Other names start elsewhere in the text."""
+        return self.joined(self.units_of(name, length))
+
+    def units_of(self, name: str, length: int) -> list[int | str]:
+        """The prompt of a name, as token ids or words."""
         start = random.Random(f"{self.seed} {name}").randrange(len(self.units))
-        units = [self.units[(start + i) % len(self.units)] for i in range(length)]
-        return " ".join(units) if isinstance(units[0], str) else units  # type: ignore[arg-type,return-value]
+        return [self.units[(start + i) % len(self.units)] for i in range(length)]
+
+    def joined(self, units: list[int | str]) -> list[int] | str:
+        """A prompt from token ids, or from words."""
+        return units if self.are_tokens else " ".join(map(str, units))  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, kw_only=True)

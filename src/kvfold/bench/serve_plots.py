@@ -18,32 +18,38 @@ def check_installed() -> None:
         raise ValueError('a plot needs Matplotlib: pip install "kvfold[load]"') from None
 
 
-def write_figure(path: Path, reports: Sequence[Report]) -> None:
-    """Write a figure with one curve per report and panel over the offered rates, as .svg, .png or
-    .pdf. Results without an offered rate are not drawn."""
+LABELS = {"offered_per_s": "requests offered a second", "agents": "agents"}
+
+
+def write_figure(path: Path, reports: Sequence[Report], x: str = "offered_per_s") -> None:
+    """Write a figure with one curve per report and panel over the field `x` of rows, a key of
+    LABELS, as .svg, .png or .pdf. Rows without it are not drawn."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.6, 6.4), layout="constrained")
     axes = figure.subplots(2, 2)
+    first = ("normalised latency, ms/token", "normalised_ms", "mean")
+    if x == "agents":
+        first = ("TPOT, ms (p99 dashed)", "tpot_ms", "p50")
     panels = (
-        ("normalised latency, ms/token", "normalised_ms", "mean"),
+        first,
         ("TTFT, ms (p99 dashed)", "ttft_ms", "p50"),
         ("TBT, ms (p99 dashed)", "tbt_ms", "p50"),
         ("requests answered a second", "requests_per_s", None),
     )
     for axis, (label, name, key) in zip(axes.flat, panels, strict=True):
         for i, report in enumerate(reports):
-            _draw(axis, report, i, name, key)
-        axis.set(xlabel="requests offered a second", ylabel=label, ylim=(0, None), xlim=(0, None))
+            _draw(axis, report, i, name, key, x)
+        axis.set(xlabel=LABELS[x], ylabel=label, ylim=(0, None), xlim=(0, None))
         axis.spines[["top", "right"]].set_visible(False)
     axes.flat[0].legend(frameon=False, fontsize=8)
     figure.savefig(path)
 
 
-def _draw(axis: Any, report: Report, number: int, name: str, key: str | None) -> None:
-    rows = [x for x in report["rows"] if x["offered_per_s"] is not None and x[name] is not None]
-    rows.sort(key=lambda row: row["offered_per_s"])
-    rates = [row["offered_per_s"] for row in rows]
+def _draw(axis: Any, report: Report, number: int, name: str, key: str | None, x: str) -> None:
+    rows = [y for y in report["rows"] if y[x] is not None and y.get(name) is not None]
+    rows.sort(key=lambda row: row[x])
+    rates = [row[x] for row in rows]
     style = {"color": COLORS[number % 7], "marker": MARKERS[number % 7], "markersize": 4}
     values = [row[name] if key is None else row[name][key] for row in rows]
     axis.plot(rates, values, label=report["settings"]["label"], **style)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from kvfold.cli.bench_agents import agents
 from kvfold.cli.bench_attention import attention
 from kvfold.cli.bench_decode import decode
 from kvfold.cli.bench_serve import serve
@@ -11,6 +12,7 @@ BENCHMARKS: dict[str, Callable[..., None]] = {
     "attention": attention,
     "decode": decode,
     "serve": serve,
+    "agents": agents,
 }
 
 bench = Command(

@@ -120,8 +120,7 @@ def serve(
         File for a figure: .svg, .png or .pdf.
     """
     check_outputs(json, plot)
-    if find_spec("aiohttp") is None:
-        raise ValueError('bench serve needs aiohttp: pip install "kvfold[load]"')
+    need_aiohttp("bench serve")
     traffic, goals = requests.traffic, limits.goals
     rates = parse_rates(rate, traffic)
     others = [read_report(path) for path in beside]
@@ -157,6 +156,12 @@ def check_outputs(json: Path | None, plot: Path | None) -> None:
     check_writable(plot)
     if plot.suffix not in (".svg", ".png", ".pdf"):
         raise ValueError(f"--plot: {plot} must end with .svg, .png or .pdf")
+
+
+def need_aiohttp(command: str) -> None:
+    """Raises ValueError if aiohttp is not installed."""
+    if find_spec("aiohttp") is None:
+        raise ValueError(f'{command} needs aiohttp: pip install "kvfold[load]"')
 
 
 def versions() -> dict[str, str | None]:

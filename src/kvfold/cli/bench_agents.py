@@ -1,0 +1,181 @@
+"""kvfold bench agents: how many agent conversations a server bears, with JSON and a plot."""
+
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cyclopts import Parameter
+from rich.console import Console
+from rich.table import Table
+
+from kvfold.bench.serve_load import Conversations, Goals, Prompts
+from kvfold.cli.bench_common import Output, Results, empty_table, say
+from kvfold.cli.bench_serve import KEY, TABLE_WIDTH, Url, check_outputs, need_aiohttp, versions
+from kvfold.cli.options import flags_of, parse_list
+from kvfold.config import check, setting
+from kvfold.utils.errors import SettingError
+from kvfold.utils.files import new_file, writing
+from kvfold.utils.text import packaged, read_text
+
+
+@Parameter(name="*", group="Conversations")
+@dataclass(frozen=True, kw_only=True)
+@flags_of(Conversations)
+class ConversationFlags:
+    """Flags of `Conversations`."""
+
+    @property
+    def conversations(self) -> Conversations:
+        return Conversations(**asdict(self))
+
+    def __post_init__(self) -> None:
+        self.conversations  # noqa: B018
+
+
+@Parameter(name="*", group="Measurement")
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What is sent, for how long, and what answers must keep to."""
+
+    model: str | None = setting(None, "The model's name; by default the server's only model.")
+    api_key: str | None = setting(
+        None, f"The API key to send; in ${KEY}, other users of this machine do not see it."
+    )
+    seconds: float = setting(40.0, "Seconds whose turns count.", above=0)
+    settle: float = setting(8.0, "Seconds before them, after the last agent has joined.", least=0)
+    wait: float = setting(20.0, "Seconds after them for turns without an answer yet.", least=0)
+    ttft_ms: float = setting(2000.0, "Longest time to a first token, in ms.", above=0)
+    tpot_ms: float = setting(40.0, "Longest mean time of each later token, in ms.", above=0)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def goals(self) -> Goals:
+        return Goals(ttft_ms=self.ttft_ms, tpot_ms=self.tpot_ms)
+
+
+CONVERSATIONS, MEASUREMENT = ConversationFlags(), Measurement()
+
+
+def agents(
+    url: Url,
+    /,
+    *,
+    agents: str = "4,8,16",
+    text: Path | None = None,
+    label: str | None = None,
+    talk: ConversationFlags = CONVERSATIONS,
+    how: Measurement = MEASUREMENT,
+    json: Output = None,
+    plot: Path | None = None,
+) -> None:
+    """Measure how many agents a running server bears: conversations with long contexts that grow
+    turn by turn.
+
+    A number of agents is borne if 95 % of turns keep to each goal. Stops at the first number that
+    is not. Works with any OpenAI-compatible server, such as kvfold's and vLLM's.
+
+    Parameters
+    ----------
+    agents
+        Numbers of agents to try, upwards, as in 8,16,32.
+    text
+        File with the text that contexts are cut from, instead of a packaged one.
+    label
+        Name of this server in the figure; by default its model.
+    plot
+        File for a figure: .svg, .png or .pdf.
+    """
+    check_outputs(json, plot)
+    need_aiohttp("bench agents")
+    numbers = parse_list(agents, "--agents", int, "numbers such as 8,16,32")
+    if not all(a < b for a, b in zip([0, *numbers], numbers, strict=False)):
+        raise SettingError(f"`agents` must be numbers above 0 that rise; got {agents!r}")
+    conversations = talk.conversations
+    source = packaged("filler.txt") if text is None else read_text(text)
+    key = how.api_key or os.environ.get(KEY)
+    settings = {"url": url, "label": label, **asdict(conversations), **asdict(how)}
+    settings |= {"api_key": None, "text": text and str(text)}
+    results = Results(json, "agents", settings, versions(), ("rows",))
+    try:
+        asyncio.run(measure(url, key, numbers, conversations, how, source, results))
+    finally:
+        rows = results.by_kind["rows"]
+        if rows:
+            show(rows)
+    if plot is not None:
+        from kvfold.bench.serve_plots import write_figure
+
+        with writing(plot), new_file(plot) as scratch:
+            write_figure(scratch, [results.metadata | results.by_kind], "agents")
+
+
+async def measure(
+    url: str,
+    key: str | None,
+    numbers: Sequence[int],
+    conversations: Conversations,
+    how: Measurement,
+    text: str,
+    results: Results,
+) -> None:
+    """Measure one number of agents after another, up to the first that is not borne."""
+    from kvfold.bench.agents import Agents, result
+    from kvfold.bench.serve_client import Server, connected
+
+    async with connected(Server(url=url, model=how.model, api_key=key)) as client:
+        settings, most = results.metadata["settings"], client.model.max_tokens
+        settings["model"] = client.model.name
+        settings["label"] = settings["label"] or client.model.name
+        if most is not None and conversations.longest > most:
+            raise SettingError(
+                f"`longest` must be at most the model's {most} tokens; got {conversations.longest}:"
+                f" lower it and `shortest`"
+            )
+        prompts = Prompts(await client.token_ids(text) or text.split(), conversations.seed)
+        settings["prompts"] = "token ids" if prompts.are_tokens else "words"
+        load = Agents(client, prompts, conversations)
+        try:
+            for number in numbers:
+                say(f"{number} agents: reading their contexts")
+                await load.join(number)
+                say(f"{number} agents: measuring for {how.settle + how.seconds:g} s")
+                await asyncio.sleep(how.settle)
+                turns = await load.measure(how.seconds, how.wait)
+                row = result(number, turns, how.goals, how.seconds)
+                results.add("rows", row)
+                if not row["borne"]:
+                    break
+        finally:
+            await load.leave()
+
+
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    """Print a table with one line per number of agents, then errors and the most that are borne."""
+    console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
+    console.print(table(rows))
+    for row in rows:
+        for error, count in row["errors"].items():
+            print(f"{row['agents']} agents: {count} of {row['requests']} turns failed: {error}")
+    borne = [row["agents"] for row in rows if row["borne"]]
+    print(f"borne: {borne[-1]} agents" if borne else "no number of agents was borne")
+
+
+def table(rows: Sequence[dict[str, Any]]) -> Table:
+    """Times in milliseconds: medians and 99th percentiles."""
+    table = empty_table(
+        *("agents", "turns", "within TTFT", "within TPOT", "TTFT p50", "p99", "TPOT p50", "p99"),
+        *("out tokens/s", "context tokens"),
+    )
+    for row in rows:
+        times = [(name, key) for name in ("ttft_ms", "tpot_ms") for key in ("p50", "p99")]
+        numbers = [f"{100 * row[name]:.0f} %" for name in ("first_within", "token_within")]
+        numbers += [f"{row[name][key]:.1f}" if row.get(name) else "-" for name, key in times]
+        numbers += [f"{row['output_tokens_per_s']:.0f}", f"{row['context_tokens']:.0f}"]
+        table.add_row(f"{row['agents']}", f"{row['completed']}/{row['requests']}", *numbers)
+    return table
