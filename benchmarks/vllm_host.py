@@ -2,11 +2,14 @@
 requests decode beside chunks of prompts.
 
     python benchmarks/vllm_host.py swift-5x --decodes 40 --chunks 1
+    python benchmarks/vllm_host.py swift-5x --decodes 40 --chunks 1 --chunk 600 --stored 8192 --gpu
 
 On a CPU alone: Triton's kernels are compiled for an H200 (minutes, once), and what is launched does
 nothing; neither do matrix products. What is left is Python's, Triton's and PyTorch's time, with
-the copies of a few hundred rows. KIND is bits-8 or bits-4 (maps for a model of vLLM's own), or a
-variant as a folded checkpoint. The median of steps of Llama-3.1-8B's shape.
+the copies of a few hundred rows. With --gpu everything runs: the time until the host is through,
+until the GPU is, and what each kernel takes. KIND is bits-8 or bits-4 (maps for a model of vLLM's
+own), or a variant as a folded checkpoint. The median of steps of Llama-3.1-8B's shape. Every
+request holds --stored tokens, those of its chunk included.
 """
 
 import argparse
@@ -28,6 +31,7 @@ os.environ["KVFOLD_BACKEND"] = "triton"
 import torch
 import triton
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
@@ -42,13 +46,13 @@ from kvfold.maps.engine_model import LayerProjections, served_layer
 from kvfold.maps.plain import Means, full_spec, plain_maps
 from kvfold.models.families import family_of
 from kvfold.ops import one_pass
+from kvfold.ops.common.plan import cdiv
 from kvfold.ops.one_pass import launch
 from kvfold.vllm_plugin.blocks import BlockAttention, BlockStep, BlockView
 from kvfold.vllm_plugin.weights import empty_layer, rotary_table
 from lab.variants import VARIANTS
 
 SHAPE, LAYERS = "llama-3.1-8b", 32
-STORED, ROWS = 300, 64  # tokens of a request that decodes; of a chunk
 BITS, BLOCK = "bits-", 32  # tokens of a block
 LONGEST, BLOCKS = 9216, 500
 
@@ -108,7 +112,7 @@ def folded_layers(kind: str) -> tuple[CacheLayout, list[LayerAttention]]:
     layout = variant_layout(geometry, VARIANTS[kind], LAYERS)
     own = family_of(config).geometry(config)
     layout = replace(layout, spec=replace(layout.spec, geometry=own))
-    table = rotary_table(config, torch.device("cpu"))
+    table = rotary_table(config, torch.get_default_device())
     modules = [empty_layer(config, layout.spec, i) for i in range(LAYERS)]
     for module in modules:
         module.rotary = table
@@ -121,34 +125,36 @@ def mapped_layers(bits: int) -> tuple[CacheLayout, list[LayerProjections]]:
     spec = full_spec(geometry, LAYERS)
     layout = cache_layout(spec, page=BLOCK, itemsize=2, bits=bits)
     zeros = torch.zeros(geometry.num_kv_heads, geometry.head_dim)
-    maps = plain_maps(Means(zeros, zeros)).to("cpu", torch.bfloat16)
+    maps = plain_maps(Means(zeros, zeros)).to(zeros.device, torch.bfloat16)
     return layout, [served_layer(i, spec, maps, None, None, {}) for i in range(LAYERS)]
 
 
 class ModelAttention:
-    """The attention of all layers of a kind, over blocks of `blocks` for each layer."""
+    """The attention of all layers of a kind, over `blocks` blocks for each layer, for requests of
+    up to `longest` tokens, on PyTorch's default device."""
 
-    def __init__(self, kind: str, blocks: int = BLOCKS) -> None:
+    def __init__(self, kind: str, blocks: int = BLOCKS, longest: int = LONGEST) -> None:
         torch.set_default_dtype(torch.bfloat16)
+        self.longest = longest
         self.projections: list[LayerProjections] = []
         if kind.startswith(BITS):
             self.layout, self.projections = mapped_layers(int(kind.removeprefix(BITS)))
             self.layers = [x.layer for x in self.projections]
         else:
             self.layout, self.layers = folded_layers(kind)
-        view = BlockView(self.layout, torch.bfloat16, torch.device("cpu"), LONGEST)
+        view = BlockView(self.layout, torch.bfloat16, torch.get_default_device(), longest)
         self.attention = BlockAttention(self.layers, view)
         assert Fallback not in {*self.attention.decode.values(), *self.attention.prefill.values()}
         groups = [self.layout.groups_of_layer(i) for i in range(LAYERS)]
         sizes = [sum(group.layout.page_bytes for group in x) for x in groups]
-        self.caches = [torch.zeros(blocks, size, dtype=torch.int8) for size in sizes]
+        self.caches = [torch.randint(0, 64, (blocks, x), dtype=torch.int8) for x in sizes]
 
     def step(self, lengths: list[int], chunks: Sequence[int]) -> BlockStep:
         """A step of requests of `lengths`, of which the last ones read `chunks` tokens."""
         decodes = len(lengths) - len(chunks)
         return BlockStep(
             tables=torch.randint(
-                1, len(self.caches[0]), (len(lengths), LONGEST // self.layout.page)
+                1, len(self.caches[0]), (len(lengths), cdiv(self.longest, self.layout.page))
             ).int(),
             lengths=torch.tensor(lengths, dtype=torch.int32),
             slots=torch.arange(decodes + sum(chunks)),
@@ -161,9 +167,9 @@ class ModelAttention:
         """What runs all layers in a step of as many tokens."""
         geometry, layer = self.layout.spec.geometry, self.layers[0]
         heads, kv_heads = geometry.num_query_heads, geometry.num_kv_heads
-        q = torch.zeros(heads, tokens, layer.key_width)
-        entries = torch.zeros(tokens, layer.spec.row_width)
-        inputs = torch.zeros(tokens, heads + 2 * kv_heads, geometry.head_dim).split(
+        q = torch.randn(heads, tokens, layer.key_width)
+        entries = torch.randn(tokens, layer.spec.row_width)
+        inputs = torch.randn(tokens, heads + 2 * kv_heads, geometry.head_dim).split(
             (heads, kv_heads, kv_heads), 1
         )
         out = torch.zeros(tokens, layer.output_width)
@@ -183,10 +189,15 @@ class ModelAttention:
         return run
 
 
-def step_of(kind: str, decodes: int, chunks: int) -> Callable[[], None]:
-    model = ModelAttention(kind)
-    step = model.step([STORED] * decodes + [ROWS] * chunks, [ROWS] * chunks)
-    return partial(model.inputs(decodes + chunks * ROWS), model.attention, step)
+def step_of(options: argparse.Namespace) -> Callable[[], None]:
+    """What takes one step."""
+    chunks, stored = [options.chunk] * options.chunks, max(options.stored, options.chunk)
+    lengths = [options.stored] * options.decodes + [stored] * options.chunks
+    longest = max(LONGEST, stored)
+    blocks = options.decodes * options.stored // BLOCK if options.gpu else BLOCKS
+    model = ModelAttention(options.kind, max(BLOCKS, blocks), longest)
+    step = model.step(lengths, chunks)
+    return partial(model.inputs(options.decodes + sum(chunks)), model.attention, step)
 
 
 def median_ms(run: Callable[[], Any], rounds: int) -> float:
@@ -198,17 +209,52 @@ def median_ms(run: Callable[[], Any], rounds: int) -> float:
     return statistics.median(times[rounds // 4 :])
 
 
+def gpu_times(run: Callable[[], Any], rounds: int) -> dict[str, Any]:
+    """Milliseconds of a step: of the host, until the GPU is through, and of each kernel."""
+    host, whole = [], []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        run()
+        host.append((time.perf_counter() - begun) * 1e3)
+        torch.cuda.synchronize()
+        whole.append((time.perf_counter() - begun) * 1e3)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        run()
+        torch.cuda.synchronize()
+    events = sorted(profiled.key_averages(), key=lambda x: -x.self_device_time_total)
+    return {
+        "host_ms": statistics.median(host[rounds // 4 :]),
+        "whole_ms": statistics.median(whole[rounds // 4 :]),
+        "kernels_ms": sum(x.self_device_time_total for x in events) / 1e3,
+        "launches_a_layer": sum(x.count for x in events if x.self_device_time_total) / LAYERS,
+        "kernels": {
+            x.key[:60]: [x.count, round(x.self_device_time_total / 1e3, 3)]
+            for x in events
+            if x.self_device_time_total
+        },
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("kind", choices=[f"{BITS}8", f"{BITS}4", *VARIANTS])
     parser.add_argument("--decodes", type=int, default=40, help="requests of one token")
     parser.add_argument("--chunks", type=int, default=1, help="of prompts")
+    parser.add_argument("--chunk", type=int, default=64, help="tokens of a chunk")
+    parser.add_argument("--stored", type=int, default=300, help="tokens of a request")
     parser.add_argument("--rounds", type=int, default=80)
-    given = parser.parse_args()
+    parser.add_argument("--gpu", action="store_true", help="run it, on a GPU")
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    with torch.inference_mode(), nothing_runs():
-        found = median_ms(step_of(given.kind, given.decodes, given.chunks), given.rounds)
-    print(json.dumps({**vars(given), "ms_a_step": found, "us_a_layer": found / LAYERS * 1e3}))
+    if options.gpu:
+        with torch.inference_mode(), torch.device("cuda:0"):
+            result = gpu_times(step_of(options), options.rounds)
+    else:
+        with torch.inference_mode(), nothing_runs():
+            taken = median_ms(step_of(options), options.rounds)
+        result = {"ms_a_step": taken, "us_a_layer": taken / LAYERS * 1e3}
+    print(json.dumps({**vars(options), **result}))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Layers whose launches are recorded once and repeated give what each gives by itself."""
 
 import ctypes
+import logging
 from functools import partial
 from types import SimpleNamespace
 
@@ -242,6 +243,7 @@ def test_a_cuda_kernel_gets_the_pointers_of_another_layer(monkeypatch) -> None:
 
 def test_the_trial_finds_a_wrong_repetition(replays, backend, monkeypatch, caplog) -> None:
     """Then launches are not repeated."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)  # vLLM sets it to False
     backend("triton")
     monkeypatch.setattr("kvfold.vllm_plugin.trial.CHUNK", 6)
     blocks = Blocks(*mapped_layers(), 8)

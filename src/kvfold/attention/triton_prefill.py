@@ -60,10 +60,19 @@ class TritonPrefill(AttentionBackend):
             queries=part.positions,
             window=layer.window,
         )
+        out = self._attention(layer, part, q, keys, values, visible)
+        return layer.merge_heads(out, first, into)
+
+    def _attention(
+        self, layer: LayerAttention, part: AttentionMetadata, q: Tensor, keys: KVView,
+        values: KVView, visible: Seen,
+    ) -> Tensor:  # fmt: skip
+        """The attention output [B, Hq, T, dv] of queries q [B, Hq, T, dk]. Counts it if the policy
+        observes it."""
         attended = prefill(q, keys, values, visible, layer.scale, layer.softcap)
         out, lse = layer.with_sinks(*attended)
         self._observe(layer, part, q, lse)
-        return layer.merge_heads(out, first, into)
+        return out
 
     def _observe(
         self, layer: LayerAttention, part: AttentionMetadata, q: Tensor, lse: Tensor

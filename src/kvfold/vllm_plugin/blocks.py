@@ -34,15 +34,16 @@ from kvfold.ops import store
 from kvfold.ops.common.pages import LayerPages
 from kvfold.ops.common.plan import cdiv
 from kvfold.ops.common.recording import Recording, Weights, copy
+from kvfold.vllm_plugin.flash import FlashPrefill
 
 # In order of preference; the first that supports a layer is used (`attention.selector`).
 DECODE: tuple[type[AttentionBackend], ...] = (TritonDecode, LatentDecode, NumbaDecode, Fallback)
-PREFILL: tuple[type[AttentionBackend], ...] = (TritonPrefill, Fallback)
+PREFILL: tuple[type[AttentionBackend], ...] = (FlashPrefill, TritonPrefill, Fallback)
 LONG_CHUNK = 1024  # tokens of a prefill chunk with enough tiles to fill a GPU
 # Tokens of a step's prompts up to which launches are repeated. Until the step ends, a recording
 # keeps the prompts' entries that it has gathered; with more of them the GPU takes longer than the
 # host.
-MAX_PROMPT_TOKENS = 1 << 16
+MAX_PROMPT_TOKENS = 1 << 17
 
 
 @dataclass(frozen=True, eq=False)

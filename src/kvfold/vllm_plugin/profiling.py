@@ -22,7 +22,7 @@ from kvfold.vllm_plugin.backend import (
     cached_impls,
     make_block_attention,
 )
-from kvfold.vllm_plugin.blocks import BlockAttention, BlockStep
+from kvfold.vllm_plugin.blocks import MAX_PROMPT_TOKENS, BlockAttention, BlockStep
 from kvfold.vllm_plugin.log import logger
 from kvfold.vllm_plugin.trial import compile_kernels
 
@@ -67,8 +67,9 @@ class MemoryProfile:
         page = attention.view.layout.page
         size = impl.model_cache.block_bytes(impl.maps.index, page)
         blocks = torch.zeros(2, size, dtype=torch.uint8, device=device)
-        for num_decodes in sorted({0, self._num_decodes(impl, attention, tokens)}):
-            step = self._step(tokens, num_decodes, page, device)
+        num_decodes = self._num_decodes(impl, attention, tokens)
+        for decodes, chunks in sorted({(0, 1), (num_decodes, 1), (num_decodes, self._chunks())}):
+            step = self._step(tokens, decodes, chunks, page, device)
             metadata = KVFoldMetadata(tokens, step, attention)
             yield blocks, metadata
         self.held_metadata.append(metadata)
@@ -107,11 +108,18 @@ class MemoryProfile:
             return 0
         return min(self.config.scheduler_config.max_num_seqs, tokens - 1)
 
-    def _step(self, tokens: int, num_decodes: int, page: int, device: torch.device) -> BlockStep:
+    def _chunks(self) -> int:
+        """Prompts of the maximum length in the largest step whose launches are recorded."""
+        return max(1, MAX_PROMPT_TOKENS // self.config.model_config.max_model_len)
+
+    def _step(
+        self, tokens: int, num_decodes: int, least_chunks: int, page: int, device: torch.device
+    ) -> BlockStep:
         """A step of decoding requests and prefill chunks. Chunks are of requests of the maximum
         length; the decoding requests are as long as fit the device's memory together."""
         longest = self.config.model_config.max_model_len
-        chunks = [min(longest, tokens - x) for x in range(num_decodes, tokens, longest)]
+        most = min(longest, cdiv(tokens - num_decodes, least_chunks))
+        chunks = [min(most, tokens - x) for x in range(num_decodes, tokens, most)]
         counts = [1] * num_decodes + chunks
         cached = min(longest, max(1, self._max_cached_tokens() // max(1, num_decodes)))
         starts = [0]

@@ -1,0 +1,186 @@
+"""Attend to prompts with the FlashAttention 3 that vLLM includes, on Hopper.
+
+A chunk's stored tokens are gathered into one tensor, as for `attention.triton_prefill`.
+FlashAttention wants keys and values of the same width. The narrower of the two are read with the
+numbers that follow them in their row; queries are 0 there, and so many columns of the result are
+left out.
+
+Shapes: T queries of one request, S tokens stored, Hq query heads, Hk KV heads, D the width.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvfold.attention.backend import Task
+from kvfold.attention.base import LayerAttention, LayerShape
+from kvfold.attention.metadata import AttentionMetadata
+from kvfold.attention.triton_prefill import TritonPrefill
+from kvfold.layout.pages import Group
+from kvfold.ops.common.compile_ahead import compiling_ahead
+from kvfold.ops.common.launch import upload
+from kvfold.ops.common.recording import compute, copy
+from kvfold.ops.prefill import KVView, Seen
+from kvfold.vllm_plugin.log import logger
+
+VERSION = 3
+WIDEST = 256  # of the kernel's keys and values
+MULTIPLE = 8  # of widths, and of the distance of heads and tokens, in numbers
+
+
+class FlashPrefill(TritonPrefill):
+    """Serves chunks of one request each whose queries are its newest tokens, as vLLM's steps have
+    them."""
+
+    @classmethod
+    def unsupported_reason(
+        cls, layer: LayerShape, groups: Sequence[Group], task: Task
+    ) -> str | None:
+        if task.device_type != "cuda":
+            return f"FlashAttention {VERSION} runs on cuda"
+        if task.observed or groups[0].layout.tracked:
+            return f"FlashAttention {VERSION} does not serve eviction"
+        if layer.has_sinks:
+            return f"FlashAttention {VERSION} is not used with sinks"
+        return super().unsupported_reason(layer, groups, task) or why_not()
+
+    def _attention(
+        self, layer: LayerAttention, part: AttentionMetadata, q: Tensor, keys: KVView,
+        values: KVView, visible: Seen,
+    ) -> Tensor:  # fmt: skip
+        width = shared_width(keys, values)
+        if width is None:
+            return super()._attention(layer, part, q, keys, values, visible)
+        return attended(q, keys, values, width, visible, layer.scale, layer.softcap)
+
+
+def attended(
+    q: Tensor, keys: KVView, values: KVView, width: int, visible: Seen, scale: float,
+    softcap: float | None,
+) -> Tensor:  # fmt: skip
+    """The attention output [1, Hq, T, dv] of queries q [1, Hq, T, dk], which are the newest of the
+    visible tokens. width: D, of `shared_width`."""
+    assert len(q) == 1 and visible.positions is None, "one request's newest tokens"
+    _, heads, count, rank = q.shape
+    queries = q[0].transpose(0, 1)
+    if rank < width:
+        padded = q.new_zeros(count, heads, width)
+        copy(padded[..., :rank], queries)
+        queries = padded
+    lengths = visible.counts[:, 0].contiguous()
+    settings = scale, visible.window, softcap
+    out = compute(_flash, queries, _spread(keys, width), _spread(values, width), lengths, settings)
+    return out[None, ..., : values.ranks[0]].transpose(1, 2)
+
+
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, settings: tuple[float, int | None, Any],
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention of the newest tokens q [T, Hq, D] among the first lengths int32 [1] of k, v
+    [1, S, Hk, D]: [T, Hq, D]."""
+    if compiling_ahead() is not None:  # there is nothing to compile
+        return torch.zeros_like(q)
+    function, (scale, window, softcap) = _function(), settings
+    assert function is not None
+    result: Tensor = function(
+        q, k, v,
+        cu_seqlens_q=_bounds(len(q), q.device), max_seqlen_q=len(q),
+        seqused_k=lengths, max_seqlen_k=k.shape[1],
+        softmax_scale=scale, causal=True, softcap=softcap or 0.0,
+        window_size=None if window is None else [window - 1, 0],
+        out=out, fa_version=VERSION,
+    )  # fmt: skip
+    return result
+
+
+@lru_cache(maxsize=1024)
+def _bounds(count: int, device: torch.device) -> Tensor:
+    """Where one request of so many tokens begins and ends: int32 [2]."""
+    return upload(np.array([0, count], dtype=np.int32), device)
+
+
+def shared_width(keys: KVView, values: KVView) -> int | None:
+    """The width D with which both can be read, or None."""
+    width = -(-max(*keys.ranks, *values.ranks) // MULTIPLE) * MULTIPLE
+    if width > WIDEST:
+        return None
+    return width if all(_readable(x, width) for x in (keys, values)) else None
+
+
+def _readable(view: KVView, width: int) -> bool:
+    """Whether heads are equally wide and equally far apart, and no head of `width` numbers reaches
+    beyond the row."""
+    steps = {b - a for a, b in zip(view.starts, view.starts[1:], strict=False)} or {0}
+    aligned = (*steps, *view.starts, *view.data.stride()[:2], view.data.storage_offset())
+    return (
+        len(set(view.ranks)) == len(steps) == 1
+        and not any(x % MULTIPLE for x in aligned)
+        and max(view.starts) + width <= view.data[0, 0].numel()
+    )
+
+
+def _spread(view: KVView, width: int) -> Tensor:
+    """Keys or values by head, with `width` numbers each: a view [1, S, Hk, D]."""
+    data, starts = view.data, view.starts
+    step = starts[1] - starts[0] if len(starts) > 1 else width
+    return data.as_strided(
+        (*data.shape[:2], len(starts), width),
+        (*data.stride()[:2], step, 1),
+        data.storage_offset() + starts[0],
+    )
+
+
+@lru_cache
+def why_not() -> str | None:
+    """Why vLLM's FlashAttention is not used on this machine's GPU, or None. It is tried on a small
+    example first, so that another version with other rules gives no wrong answers."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        return f"FlashAttention {VERSION} runs on Hopper"
+    try:
+        if _function() is None:
+            return f"vLLM has no FlashAttention {VERSION} here"
+        right = _is_right()
+    except Exception as error:  # whatever another version raises
+        logger.warning("kvfold: vLLM's FlashAttention cannot be called as expected: %s", error)
+        return f"FlashAttention {VERSION} cannot be called"
+    if not right:
+        logger.warning("kvfold: vLLM's FlashAttention gives unexpected numbers and is not used")
+    return None if right else f"FlashAttention {VERSION} gives unexpected numbers"
+
+
+@lru_cache
+def _function() -> Callable[..., Any] | None:
+    """vLLM's function, if it has the version."""
+    try:
+        from vllm.vllm_flash_attn import flash_attn_varlen_func, is_fa_version_supported
+    except ImportError:
+        return None
+    return flash_attn_varlen_func if is_fa_version_supported(VERSION) else None
+
+
+@torch.inference_mode()
+def _is_right() -> bool:
+    """Whether it attends as PyTorch does: the last 5 of 37 tokens, of 48 in memory, with 4 query
+    heads for 2 KV heads and keys of 120 numbers among values of 128."""
+
+    def drawn(*shape: int) -> Tensor:
+        make = torch.Generator("cpu").manual_seed(sum(shape))
+        return torch.randn(*shape, generator=make, device="cpu").to("cuda", torch.bfloat16)
+
+    rows, q = drawn(1, 48, 2 * 120 + 2 * 128), drawn(1, 4, 5, 120)
+    keys, values = KVView(rows, (0, 120), (120,) * 2), KVView(rows, (240, 368), (128,) * 2)
+    counts = torch.full((1, 1), 37, dtype=torch.int32, device="cuda")
+    positions = torch.arange(32, 37, device="cuda")
+    visible = Seen(counts=counts, owner=(0, 0), positions=None, queries=positions[None])
+    out = attended(q, keys, values, 128, visible, 0.1, None)
+    k, v = rows[..., :240].unflatten(-1, (2, 120)), rows[..., 240:].unflatten(-1, (2, 128))
+    k, v = (x[:, :37].transpose(1, 2).repeat_interleave(2, 1).float() for x in (k, v))
+    mask = torch.arange(37, device="cuda") <= positions[:, None]
+    expected = F.scaled_dot_product_attention(q.float(), k, v, mask, scale=0.1)
+    return bool(((out.float() - expected).norm() / expected.norm()) < 0.01)
