@@ -78,18 +78,20 @@ def watched(model: str, options: dict) -> tuple[list[Attended], bool]:
 
 
 def test_one_layer_of_each_size_attends(tmp_path: Path) -> None:
-    """A prompt's chunk of all tokens, then fewer beside requests that decode, all as long as
-    requests can be; on two blocks, whatever the length."""
+    """A prompt's chunk of all tokens, then fewer beside requests that decode, then chunks of as
+    many prompts as a recorded step has; all as long as requests can be. On two blocks, whatever the
+    length."""
     path = build("llama", tmp_path / "model")
     maps = sidecar(loaded(path), tmp_path / "maps", half=True)  # of 32, 24, 40 and 32 numbers
     seen, held = measured(path, {"maps": maps})
     assert not held
     sizes = [2 * 2 * 2 * rank * 32 * 4 for rank in (16, 12, 20)]  # two heads, two sides
-    assert [(x.layer, x.block_bytes) for x in seen[::2]] == [*enumerate(sizes)]
-    for alone_, beside in zip(seen[::2], seen[1::2], strict=True):
-        assert alone_.layer == beside.layer
+    assert [(x.layer, x.block_bytes) for x in seen[::3]] == [*enumerate(sizes)]
+    for alone_, beside, several in zip(seen[::3], seen[1::3], seen[2::3], strict=True):
+        assert alone_.layer == beside.layer == several.layer
         assert alone_[1:4] == (64, 0, [256])
         assert beside[1:4] == (64, 4, [256] * 5)
+        assert several[1:4] == (64, 4, [256] * 8)
 
 
 def test_windows_and_readers_and_states(tmp_path: Path) -> None:
@@ -97,16 +99,17 @@ def test_windows_and_readers_and_states(tmp_path: Path) -> None:
     values needs no more than that layer."""
     for name, layers in (("gemma2", [0, 1]), ("falcon_h1", [0])):
         seen, held = measured(build(name, tmp_path / name), {"bits": 8})
-        assert [x.layer for x in seen[::2]] == layers and not held
+        assert [x.layer for x in seen[::3]] == layers and not held
     path = build("gemma3n_text", tmp_path / "shared")
     seen, held = measured(path, {"maps": sidecar(loaded(path), tmp_path / "maps", half=True)})
-    assert [x.layer for x in seen[::2]] == [0, 1] and not held
+    assert [x.layer for x in seen[::3]] == [0, 1] and not held
 
 
 def test_more_tokens_in_a_step_than_a_request_can_have(tmp_path: Path) -> None:
     path = build("llama", tmp_path / "model")
     seen, _ = measured(path, {"bits": 8}, max_model_len=128, max_num_batched_tokens=320)
-    assert [x[:4] for x in seen] == [(0, 320, 0, [128] * 3), (0, 320, 4, [128] * 7)]
+    assert [x[:3] for x in seen] == [(0, 320, 0), (0, 320, 4), (0, 320, 4)]
+    assert [x.most for x in seen] == [[128] * 3, [128] * 7, [128] * 8]
 
 
 def test_a_folded_checkpoint(tmp_path: Path) -> None:
@@ -115,7 +118,7 @@ def test_a_folded_checkpoint(tmp_path: Path) -> None:
     seen, held = measured(str(tmp_path / "model"), {}, max_model_len=512)
     assert not held
     assert [x[1:4] for x in seen[:2]] == [(64, 0, [512]), (64, 4, [512] * 5)]
-    assert len({x.block_bytes for x in seen}) == len(seen) // 2
+    assert len({x.block_bytes for x in seen}) == len(seen) // 3
 
 
 def compressed(options: dict) -> None:

@@ -109,8 +109,10 @@ class MemoryProfile:
         return min(self.config.scheduler_config.max_num_seqs, tokens - 1)
 
     def _chunks(self) -> int:
-        """Prompts of the maximum length in the largest step whose launches are recorded."""
-        return max(1, MAX_PROMPT_TOKENS // self.config.model_config.max_model_len)
+        """Prompts of the maximum length in the largest step whose launches are recorded. Until it
+        ends, a recording keeps what it has gathered of all of them."""
+        longest = MAX_PROMPT_TOKENS // self.config.model_config.max_model_len
+        return max(1, min(longest, self.config.scheduler_config.max_num_seqs))
 
     def _step(
         self, tokens: int, num_decodes: int, least_chunks: int, page: int, device: torch.device
