@@ -15,7 +15,7 @@ from serving import serving, small_llm
 from kvfold.bench.agents import Agents, result  # isort: skip
 from kvfold.bench.serve_client import Outcome  # isort: skip
 
-SHORT = ["--shortest", "60", "--longest", "200"]
+SHORT = ["--set", "shortest=60", "--longest", "200"]
 SHORT += [x for name in ("shared=32", "turn-tokens=12", "answer-tokens=4") for x in ("--set", name)]
 TIMES = [x for name in ("pause=.05", "seconds=4", "settle=0") for x in ("--set", name)]
 
@@ -35,13 +35,13 @@ def test_lengths_lie_around_their_median() -> None:
 def test_turns_that_keep_to_the_goals_are_counted() -> None:
     """A turn without an answer keeps to none."""
     goals = Goals(ttft_ms=1000, tpot_ms=50)
-    turns = [turn(0.5, 0.9)] * 19
-    row = result(7, [*turns, turn(0.5, 1.5)], goals, seconds=10.0)
+    outcomes = [turn(0.5, 0.9)] * 19
+    row = result(7, [*outcomes, turn(0.5, 1.5)], goals, seconds=10.0)
     assert (row["first_within"], row["token_within"], row["borne"]) == (1.0, 0.95, True)
     assert row["agents"] == 7 and row["output_tokens_per_s"] == 22.0
     assert row["context_tokens"] == 50
     lost = turn(0.5, 0.9, error="HTTP 500")
-    row = result(7, [*turns, lost, lost], goals, seconds=10.0)
+    row = result(7, [*outcomes, lost, lost], goals, seconds=10.0)
     assert row["first_within"] == pytest.approx(19 / 21) and not row["borne"]
     assert row["errors"] == {"HTTP 500": 2}
     assert not result(7, [], goals, seconds=10.0)["borne"]
@@ -61,7 +61,7 @@ def test_agents_of_a_server(tmp_path: Path, capsys) -> None:
     with serving(small_llm(max_tokens=256)) as served:
         words = ["bench", "agents", served.url, "--agents", "1,3"]
         run = [*words, *SHORT, *TIMES, "--json", str(path)]
-        loose = ["--ttft-ms", "1e6", "--tpot-ms", "1e6", "--set", f"plot={plot}"]
+        loose = ["--set", "ttft-ms=1e6", "--set", "tpot-ms=1e6", "--set", f"plot={plot}"]
         assert main([*run, *loose]) == 0
         report = json.loads(path.read_text())
         assert [row["agents"] for row in report["rows"]] == [1, 3]
@@ -72,7 +72,7 @@ def test_agents_of_a_server(tmp_path: Path, capsys) -> None:
         lines = served.client.get("/metrics").text.splitlines()
         (hits,) = (x for x in lines if x.startswith("vllm:prefix_cache_hits_total{"))
         assert float(hits.split()[-1]) > 0
-        assert main([*run, "--ttft-ms", "1e-3"]) == 0
+        assert main([*run, "--set", "ttft-ms=1e-3"]) == 0
         assert len(json.loads(path.read_text())["rows"]) == 1, "it stops at what is not borne"
         assert "no number of agents was borne" in capsys.readouterr().out
         said = refused(capsys, *words)

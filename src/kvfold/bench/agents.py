@@ -31,7 +31,7 @@ class Agents:
 
     def __init__(self, client: Client, prompts: Prompts, settings: Conversations) -> None:
         self.client, self.prompts, self.settings = client, prompts, settings
-        self.turns: list[Outcome] = []  # all but first ones, as soon as they are due
+        self.outcomes: list[Outcome] = []  # all but first ones, as soon as they are due
         self.start = time.perf_counter()
         self.agents: list[asyncio.Task[None]] = []
         self.joining = asyncio.Semaphore(JOINING)
@@ -59,7 +59,7 @@ class Agents:
         not answered `most_wait` seconds later have an error."""
         begun = self.now
         await asyncio.sleep(seconds)
-        counted = [x for x in self.turns if begun <= x.at < begun + seconds]
+        counted = [x for x in self.outcomes if begun <= x.at < begun + seconds]
         while self.now < begun + seconds + most_wait and not all(x.ended for x in counted):
             await asyncio.sleep(0.01)
         self._check()
@@ -121,7 +121,7 @@ class Agents:
         """One measured turn, after a pause of seconds. Returns the answer."""
         outcome = Outcome(at=self.now + pause, prompt_tokens=len(context))
         await asyncio.sleep(pause)
-        self.turns.append(outcome)
+        self.outcomes.append(outcome)
         outcome.sent = self.now
         try:
             await self.client.ask(self.prompts.joined(context), answer, outcome, self.start)
@@ -151,21 +151,25 @@ def _from(start: float, outcome: Outcome) -> Outcome:
     return moved if outcome.ended else replace(moved, ended=moved.at, error="not answered in time")
 
 
-def result(number: int, turns: Sequence[Outcome], goals: Goals, seconds: float) -> dict[str, Any]:
+def result(
+    number: int, outcomes: Sequence[Outcome], goals: Goals, seconds: float
+) -> dict[str, Any]:
     """The results of so many agents, by their turns within `seconds`.
 
     borne: whether SHARE of the turns keep to each goal. A turn without an answer keeps to none.
     """
-    row = summary(inf, turns, goals) if turns else {"requests": 0, "completed": 0, "errors": {}}
+    row = (
+        summary(inf, outcomes, goals) if outcomes else {"requests": 0, "completed": 0, "errors": {}}
+    )
     within = {
-        "first_within": [1e3 * x.ttft <= (goals.ttft_ms or inf) for x in turns if x.ok],
-        "token_within": [1e3 * x.tpot <= (goals.tpot_ms or inf) for x in turns if x.ok],
+        "first_within": [1e3 * x.ttft <= (goals.ttft_ms or inf) for x in outcomes if x.ok],
+        "token_within": [1e3 * x.tpot <= (goals.tpot_ms or inf) for x in outcomes if x.ok],
     }
-    shares = {name: sum(x) / len(turns) if turns else 0.0 for name, x in within.items()}
-    tokens = sum(x.output_tokens for x in turns if x.ok)
+    shares = {name: sum(x) / len(outcomes) if outcomes else 0.0 for name, x in within.items()}
+    tokens = sum(x.output_tokens for x in outcomes if x.ok)
     return row | shares | {
         "agents": number,
         "borne": min(shares.values()) >= SHARE,
         "output_tokens_per_s": tokens / seconds,
-        "context_tokens": sum(x.prompt_tokens for x in turns) / max(1, len(turns)),
+        "context_tokens": sum(x.prompt_tokens for x in outcomes) / max(1, len(outcomes)),
     }  # fmt: skip

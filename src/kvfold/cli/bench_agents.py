@@ -146,8 +146,8 @@ async def measure(
                 await load.join(number)
                 say(f"{number} agents: measuring for {how.settle + how.seconds:g} s")
                 await asyncio.sleep(how.settle)
-                turns = await load.measure(how.seconds, how.wait)
-                row = result(number, turns, how.goals, how.seconds)
+                outcomes = await load.measure(how.seconds, how.wait)
+                row = result(number, outcomes, how.goals, how.seconds)
                 results.add("rows", row)
                 if not row["borne"]:
                     break
