@@ -301,10 +301,27 @@ def agents() -> str:
             for of, digits in (("token", 1), ("first", 0))
         ]
         cells = [f"{run['capacity']['tokens'] / 1e6:.2f} M", str(level["sessions"]), *times]
-        return [names[kind] + mark("vllm-agents-8b", kind), *cells, f"{run['ready_s']:.0f}"]
+        return [names[kind] + mark("vllm-agents-8b", kind), *cells]
 
-    head = ["cache", "tokens that fit", "sessions borne", "a token", "first token", "ready, s"]
+    head = ["cache", "tokens that fit", "sessions borne", "a token", "first token"]
     return markdown(head, map(line, results("vllm-agents-8b")["runs"]))
+
+
+def vllm_start() -> str:
+    """Seconds until vLLM can serve, on one machine."""
+    names = {
+        "bf16-full": "vLLM, bf16",
+        "bits-4": "kvfold, 4 bits",
+        "swift-5x": "kvfold, `swift` 5x",
+    }
+
+    def line(row: Row) -> list[str]:
+        kernels = f"{row['kernels']} in {row['kernels_s']} s" if "kernels" in row else ""
+        cache = names[row["kind"]] + mark("vllm-start-8b", row["kind"])
+        return [f"{row['run']}", cache, f"{row['ready_s']:.0f}", kernels]
+
+    rows = [x for x in results("vllm-start-8b")["rows"] if x["machine"] == 1]
+    return markdown(["run", "cache", "ready, s", "kernels compiled or loaded"], map(line, rows))
 
 
 def throughput() -> str:
@@ -326,7 +343,7 @@ def throughput() -> str:
 
 
 QUALITY = (qwen, answers, smollm2, published, eviction)
-SPEED = (vllm, qwen_steps, engine_steps, trace, agents, throughput)
+SPEED = (vllm, qwen_steps, engine_steps, trace, agents, vllm_start, throughput)
 TABLES: dict[str, Callable[[], str]] = {table.__name__: table for table in (*QUALITY, *SPEED)}
 
 
