@@ -263,6 +263,14 @@ MEASURED = re.compile(
 )
 # What is no measurement, by page: a limit, a setting, what is computed.
 ALLOWED = {
+    "docs/load-tests.md": {
+        "90 %": "of requests: the rule of `sustained`",
+        "10 s": "a setting",
+        "40 s": "a setting",
+        "95 %": "of first tokens and turns: the rule",
+        "2 s": "a setting",
+        "40 ms": "a setting",
+    },
     "docs/performance.md": {
         "24 GB": "a card's memory",
         "95 %": "of first tokens and turns: the rule",
@@ -298,7 +306,7 @@ BOUNDS = {
     "docs/start.md": 0,
     "docs/compress.md": 1,
     "docs/http.md": 2,
-    "docs/load-tests.md": 10,
+    "docs/load-tests.md": 0,
     "docs/paged-cache.md": 2,
     "docs/quantised.md": 1,
     "docs/replicas.md": 2,

@@ -261,10 +261,11 @@ REPORT = {
     "rows": [ROW, ROW | {"tbt_ms": None}],
     "answers": [{"rate": "1", "number": x, "text": "So.", "error": None} for x in range(3)],
 }
-ANSWERED = {"id": "line 1", "right": True, "kind": "right", "detail": "", "text": "4"}
+ANSWERED = {"id": "1", "group": "", "score": 1.0, "kind": "right", "detail": "", "text": "4"}
 ANSWERED |= {"num_tokens": 2, "finish_reason": "stop", "error": None}
 RESULT = {"suite": "math", "engine": "kvfold", "chat": False, "max_new_tokens": 9, "seconds": 1.0}
-RESULTS = {"suites": {"math": RESULT | {"judge_seconds": 0.5, "answers": [ANSWERED] * 2}}}
+RESULT |= {"length": None, "truncated": 0, "judge_seconds": 0.5}
+RESULTS = {"suites": {"math": RESULT | {"answers": [ANSWERED] * 2}}}
 DEEP = [
     ("deep list", b"[" * 100_000 + b"]" * 100_000),
     ("deep object", b'{"a":' * 100_000 + b"1" + b"}" * 100_000),
