@@ -26,8 +26,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-os.environ["KVFOLD_BACKEND"] = "triton"
-
 import torch
 import triton
 from torch import Tensor
@@ -87,6 +85,7 @@ def nothing_runs() -> Iterator[None]:
     program = SimpleNamespace(kernel=lambda: kernel, threads=32, shared=0)
     with ExitStack() as stack:
         for patch in (
+            mock.patch.dict(os.environ, {"KVFOLD_BACKEND": "triton"}),
             mock.patch.object(CompiledKernel, "_init_handles", loaded),
             mock.patch.object(torch, "bmm", product),
             mock.patch.object(torch, "matmul", product),

@@ -109,7 +109,7 @@ def test_a_narrower_last_head_must_not_reach_beyond_its_row() -> None:
     assert flash.shared_width(KVView(rows, (0, 136), (120, 120)), values) is None
 
 
-def test_says_why_it_is_not_used() -> None:
+def test_says_why_it_is_not_used(monkeypatch) -> None:
     plain = SimpleNamespace(layout=SimpleNamespace(tracked=False))
     task = Task(decode=False, observed=False, device_type="cuda", dtype=torch.bfloat16)
 
@@ -120,6 +120,9 @@ def test_says_why_it_is_not_used() -> None:
     on_cpu = Task(decode=False, observed=False, device_type="cpu", dtype=torch.bfloat16)
     assert "runs on cuda" in reason(task=on_cpu)
     assert "sinks" in reason(has_sinks=True)
+    monkeypatch.setenv("KVFOLD_BACKEND", "triton")
+    assert reason() == "KVFOLD_BACKEND is triton"
+    monkeypatch.delenv("KVFOLD_BACKEND")
     assert "eviction" in reason(groups=(SimpleNamespace(layout=SimpleNamespace(tracked=True)),))
 
 

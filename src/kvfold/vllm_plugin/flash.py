@@ -8,6 +8,7 @@ left out.
 Shapes: T queries of one request, S tokens stored, Hq query heads, Hk KV heads, D the width.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -43,6 +44,8 @@ class FlashPrefill(TritonPrefill):
     ) -> str | None:
         if task.device_type != "cuda":
             return f"FlashAttention {VERSION} runs on cuda"
+        if (wanted := os.environ.get("KVFOLD_BACKEND", "auto")) != "auto":
+            return f"KVFOLD_BACKEND is {wanted}"
         if task.observed or groups[0].layout.tracked:
             return f"FlashAttention {VERSION} does not serve eviction"
         if layer.has_sinks:
