@@ -128,7 +128,8 @@ async def measure(
     from kvfold.bench.agents import Agents, result
     from kvfold.bench.serve_client import Server, connected
 
-    async with connected(Server(url=url, model=how.model, api_key=key)) as client:
+    server = Server(url=url, model=how.model, api_key=key, return_token_ids=True)
+    async with connected(server) as client:
         settings, most = results.metadata["settings"], client.model.max_tokens
         settings["model"] = client.model.name
         settings["label"] = settings["label"] or client.model.name
@@ -146,8 +147,8 @@ async def measure(
                 await load.join(number)
                 say(f"{number} agents: measuring for {how.settle + how.seconds:g} s")
                 await asyncio.sleep(how.settle)
-                turns = await load.measure(how.seconds, how.wait)
-                row = result(number, turns, how.goals, how.seconds)
+                outcomes = await load.measure(how.seconds, how.wait)
+                row = result(number, outcomes, how.goals, how.seconds)
                 results.add("rows", row)
                 if not row["borne"]:
                     break
