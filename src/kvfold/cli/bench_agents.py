@@ -77,8 +77,10 @@ def agents(
     """Measure how many agents a running server bears: conversations with long contexts that grow
     turn by turn.
 
-    A number of agents is borne if 95 % of turns keep to each goal. Stops at the first number that
-    is not. Works with any OpenAI-compatible server, such as kvfold's and vLLM's.
+    A number of agents is borne if 95 % of turns have their first token in time, by
+    default within 2 s, and 95 % take little time for each later token, 40 ms. Numbers
+    are tried upwards, up to the first that is not borne. Works with any
+    OpenAI-compatible server, such as kvfold's and vLLM's.
 
     Parameters
     ----------
