@@ -807,6 +807,16 @@ MEASURING = {
     "kvfold bench serve http://127.0.0.1:1 --rate 1 --set plot=a.txt": (
         "--set plot: a.txt must end with .svg, .png or .pdf"
     ),
+    "kvfold bench agents http://127.0.0.1:1 --agents 8,4": (
+        "--agents must be numbers above 0 that rise; got '8,4'"
+    ),
+    "kvfold bench agents http://127.0.0.1:1 --longest 4096": (
+        "--longest must hold a context and a turn, 10067 tokens; got 4096: raise it, or lower "
+        "--set shortest or --set turn-tokens"
+    ),
+    "kvfold bench agents http://127.0.0.1:1 --longest 4096 --set shortest=1024": (
+        "--set shared must be below --set shortest; got 2048 and 1024: lower --set shared"
+    ),
     "kvfold capacity reference:gqa --gpu h1000": (
         "--gpu must be one of t4, l4, a10g, rtx-4090, a100-40, l40s, a100-80, h100, h200, "
         "b200; got 'h1000'; for another GPU give --set gpu-bytes"

@@ -31,7 +31,7 @@ class Agents:
 
     def __init__(self, client: Client, prompts: Prompts, settings: Conversations) -> None:
         self.client, self.prompts, self.settings = client, prompts, settings
-        self.outcomes: list[Outcome] = []  # all but first ones, as soon as they are due
+        self.outcomes: list[Outcome] = []  # of turns that are due, without first ones
         self.start = time.perf_counter()
         self.agents: list[asyncio.Task[None]] = []
         self.joining = asyncio.Semaphore(JOINING)
@@ -91,12 +91,12 @@ class Agents:
             answer = length(rng, settings.answer_tokens)
             if turn:
                 pause = rng.expovariate(1.0) * settings.pause
-                text = await self._turn(context, answer, pause)
+                outcome = await self._turn(context, answer, pause)
             else:
                 async with self.joining:
-                    text = await self._first_turn(context)
+                    outcome = await self._first_turn(context)
                 self.new -= 1
-            context += await self._units(text)
+            context += await self._units(outcome)
             turn += 1
 
     def _context(self, name: str, tokens: int) -> list[int | str]:
@@ -104,7 +104,7 @@ class Agents:
         beginning = self.prompts.units_of("shared", shared)
         return beginning + self.prompts.units_of(f"context {name}", tokens - shared)
 
-    async def _first_turn(self, context: list[int | str]) -> str:
+    async def _first_turn(self, context: list[int | str]) -> Outcome:
         outcome = Outcome(at=self.now, prompt_tokens=len(context))
         prompt = self.prompts.joined(context)
         try:
@@ -115,10 +115,10 @@ class Agents:
             raise ValueError(
                 f"a context of {len(context)} tokens was not answered: {outcome.error}"
             )
-        return outcome.text
+        return outcome
 
-    async def _turn(self, context: list[int | str], answer: int, pause: float) -> str:
-        """One measured turn, after a pause of seconds. Returns the answer."""
+    async def _turn(self, context: list[int | str], answer: int, pause: float) -> Outcome:
+        """One measured turn, after a pause of seconds."""
         outcome = Outcome(at=self.now + pause, prompt_tokens=len(context))
         await asyncio.sleep(pause)
         self.outcomes.append(outcome)
@@ -128,15 +128,21 @@ class Agents:
         except (aiohttp.ClientError, OSError, ValueError) as error:
             outcome.error = f"{type(error).__name__}: {error}"
         outcome.ended = self.now
-        return outcome.text
+        return outcome
 
-    async def _units(self, text: str) -> list[int | str]:
-        """The answer as a part of the context, in the units of prompts."""
-        if not text:
+    async def _units(self, answer: Outcome) -> list[int | str]:
+        """An answer as a part of the context, in the units of prompts.
+
+        The prefix cache has the tokens that the server generated. A text may be other tokens.
+        """
+        if not self.prompts.are_tokens:
+            return [*answer.text.split()]
+        if answer.token_ids or not answer.text:
+            return [*answer.token_ids]
+        try:
+            return [*(await self.client.token_ids(answer.text) or ())]
+        except (aiohttp.ClientError, OSError):  # the next turn says so
             return []
-        if self.prompts.are_tokens:
-            return [*(await self.client.token_ids(text) or ())]
-        return [*text.split()]
 
 
 def _from(start: float, outcome: Outcome) -> Outcome:
@@ -157,19 +163,25 @@ def result(
     """The results of so many agents, by their turns within `seconds`.
 
     borne: whether SHARE of the turns keep to each goal. A turn without an answer keeps to none.
+    requests_per_s, output_tokens_per_s: of turns with an answer. context_tokens: mean of prompts.
     """
+    good, number_due = [x for x in outcomes if x.ok], max(1, len(outcomes))
+    shares = {
+        "first_within": sum(1e3 * x.ttft <= (goals.ttft_ms or inf) for x in good) / number_due,
+        "token_within": sum(1e3 * x.tpot <= (goals.tpot_ms or inf) for x in good) / number_due,
+    }
     row = (
         summary(inf, outcomes, goals) if outcomes else {"requests": 0, "completed": 0, "errors": {}}
     )
-    within = {
-        "first_within": [1e3 * x.ttft <= (goals.ttft_ms or inf) for x in outcomes if x.ok],
-        "token_within": [1e3 * x.tpot <= (goals.tpot_ms or inf) for x in outcomes if x.ok],
-    }
-    shares = {name: sum(x) / len(outcomes) if outcomes else 0.0 for name, x in within.items()}
-    tokens = sum(x.output_tokens for x in outcomes if x.ok)
-    return row | shares | {
+    times = {name: x for name, x in row.items() if name.endswith("_ms")}
+    return {
         "agents": number,
         "borne": min(shares.values()) >= SHARE,
-        "output_tokens_per_s": tokens / seconds,
-        "context_tokens": sum(x.prompt_tokens for x in outcomes) / max(1, len(outcomes)),
-    }  # fmt: skip
+        **{name: row[name] for name in ("requests", "completed", "errors")},
+        **shares,
+        "seconds": seconds,
+        "requests_per_s": len(good) / seconds,
+        "output_tokens_per_s": sum(x.output_tokens for x in good) / seconds,
+        "context_tokens": sum(x.prompt_tokens for x in outcomes) / number_due,
+        **times,
+    }

@@ -37,6 +37,7 @@ class Outcome:
     ended: float = 0.0
     events: list[float] = field(default_factory=list)
     text: str = ""
+    token_ids: list[int] = field(default_factory=list)  # if the server was asked for them
     finish_reason: str | None = None
     error: str | None = None
 
@@ -73,13 +74,14 @@ class Outcome:
 @dataclass(frozen=True, kw_only=True)
 class Server:
     """The server to send requests to. url: with or without /v1. plain: send only fields of OpenAI's
-    API."""
+    API. return_token_ids: ask for the token ids of answers, which kvfold and vLLM then send."""
 
     url: str
     model: str | None = None
     api_key: str | None = None
     endpoint: Endpoint = "completions"
     plain: bool = False
+    return_token_ids: bool = False
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
@@ -164,6 +166,8 @@ class Client:
             body["messages"] = [{"role": "user", "content": prompt}]
         else:
             body["prompt"] = prompt
+        if self.server.return_token_ids:
+            body["return_token_ids"] = True
         return body if self.server.plain else body | {"ignore_eos": True}
 
     async def ask(
@@ -197,7 +201,10 @@ def _read(data: bytes, outcome: Outcome, start: float) -> bool:
         outcome.prompt_tokens = usage["prompt_tokens"]
     for choice in event.get("choices", ()):
         delta = choice.get("delta") or choice
-        if text := delta.get("text") or delta.get("content") or "":
+        token_ids = choice.get("token_ids") or ()
+        outcome.token_ids += token_ids
+        text = delta.get("text") or delta.get("content") or ""
+        if text or token_ids:
             outcome.events.append(time.perf_counter() - start)
             outcome.text += text
             if not usage:  # count one token a piece until the server reports the number

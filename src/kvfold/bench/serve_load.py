@@ -188,7 +188,8 @@ class Conversations:
         check(self)
         if self.shared >= self.shortest:
             raise SettingError(
-                f"`shared` must be below `shortest`; got {self.shared} and {self.shortest}"
+                f"`shared` must be below `shortest`; got {self.shared} and {self.shortest}:"
+                " lower `shared`"
             )
         if self.shortest + self.most_per_turn > self.longest:
             raise SettingError(

@@ -41,6 +41,8 @@ def write_figure(path: Path, reports: Sequence[Report], x: str = "offered_per_s"
         for i, report in enumerate(reports):
             _draw(axis, report, i, name, key, x)
         axis.set(xlabel=LABELS[x], ylabel=label, ylim=(0, None), xlim=(0, None))
+        if x == "agents":
+            axis.xaxis.get_major_locator().set_params(integer=True)
         axis.spines[["top", "right"]].set_visible(False)
     axes.flat[0].legend(frameon=False, fontsize=8)
     figure.savefig(path)
