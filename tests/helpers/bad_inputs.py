@@ -667,8 +667,12 @@ SUITES = {
         "hotpotqa.json"
     ),
     "kvfold eval reference:gqa --suite ruler --set suite-length=100": (
-        "suite ruler: niah_single_1 of RULER needs at least 261 tokens, and the length is 100: ask "
-        "for that length"
+        "suite ruler: RULER needs at least 960 tokens, for cwe, and the length is 100: ask for "
+        "that length"
+    ),
+    "kvfold eval reference:gqa --suite ruler --set suite-length=100000": (
+        "--set suite-length: RULER's questions of 100000 tokens exceed the model's 4096 positions; "
+        "use 4096 or less"
     ),
     "kvfold eval reference:gqa --suite math=gsm8k.jsonl --set question=after": (
         "--set question is a setting of suites with long texts (longbench, longeval, ruler), "

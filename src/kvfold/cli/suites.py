@@ -201,9 +201,20 @@ def read_questions(model: str, flags: SuiteFlags) -> Questions:
 def check_model(
     model: str, flags: SuiteFlags, storage: Storage, place: Place, maps: str | None = None
 ) -> None:
-    """Raises ValueError if a model cannot be served with these settings, before it is loaded."""
+    """Raises ValueError if a model cannot be served with these settings, or has too few positions
+    for questions of their length, before it is loaded."""
+    from kvfold.evaluation.perplexity import max_positions
+
     sidecar = common.load_maps(maps)
     config = common.load_config(model, sidecar)
+    most = max_positions(config)
+    for suite in (SUITES[name] for name in flags.files):
+        length = suite.default_length and (flags.suite_length or suite.default_length)
+        if length and most and length > most:
+            raise SettingError(
+                f"`suite_length`: {suite.title}'s questions of {length} tokens exceed the model's "
+                f"{most} positions; use {most} or less"
+            )
     if flags.engine == "vllm":
         vllm_settings(config, maps, storage, place)
     else:

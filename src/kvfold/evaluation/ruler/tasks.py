@@ -53,6 +53,7 @@ DOCUMENTS_QUESTION = (
 )
 DOCUMENTS_INTRO = f"{DOCUMENTS_QUESTION}The following are given documents.\n\n"
 SOLVED = 500  # tokens of the solved example of `vt`
+STEP = 64  # of the length that an error suggests: other examples may be a little longer
 SHORT = 4096  # lengths below it have shorter lists in `cwe`
 
 
@@ -367,13 +368,34 @@ TASKS = {
 }
 
 
+def check_length(
+    names: Sequence[str], sources: Sources, *, length: int, rows: int, count: Count
+) -> None:
+    """Raise ValueError that says what length these tasks need, if `length` is too short for one of
+    them. The first `rows` examples of each are tried."""
+    needed = dict.fromkeys(names, 0)
+    for row in range(rows):
+        setup = Setup(sources=sources, length=length, row=row, count=count)
+        for name, task in TASKS.items():
+            if name in needed:
+                example = task.make(setup, random.Random(f"{name}/{length}/{row}"), task.least)
+                needed[name] = max(needed[name], count(example) + task.max_new_tokens)
+        if row == 0 and max(needed.values()) <= length:
+            return
+    longest = max(needed, key=needed.__getitem__)
+    raise ValueError(
+        f"RULER needs at least {-(-needed[longest] // STEP) * STEP} tokens, for {longest}, and the "
+        f"length is {length}: ask for that length"
+    )
+
+
 def examples(
     name: str, sources: Sources, *, length: int, rows: int, count: Count
 ) -> Iterator[Example]:
     """Yield the first `rows` examples of a task, the same ones every time.
 
     length: most tokens of a prompt and its answer. count: tokens of a prompt. Raises ValueError if
-    not even the smallest example fits.
+    not even the smallest example fits; `check_length` says so before.
     """
     task, size = TASKS[name], None
     most = length - task.max_new_tokens

@@ -64,7 +64,8 @@ class Suite(ABC):
     needs_files: whether there are no questions without them. max_new_tokens: default length of an
     answer, the longest one. stop: strings that end an answer of a model without a chat template.
     has_context: whether messages have a context. truncates: cut prompts that are longer than the
-    model's positions in their middle.
+    model's positions in their middle. default_length: tokens of a question and its answer, for
+    suites that build questions of any length.
     """
 
     title: ClassVar[str]
@@ -74,6 +75,7 @@ class Suite(ABC):
     stop: ClassVar[tuple[str, ...]] = ()
     has_context: ClassVar[bool] = False
     truncates: ClassVar[bool] = False
+    default_length: ClassVar[int | None] = None
 
     def find(self, folder: Path) -> Path:
         """Return the path of the suite's file in a folder. Raises ValueError if there is none, or

@@ -11,6 +11,7 @@ from kvfold.evaluation.ruler.tasks import (
     DocumentQuestion,
     Example,
     Sources,
+    check_length,
     examples,
     score,
 )
@@ -20,6 +21,7 @@ from kvfold.utils.progress import Report
 from kvfold.utils.text import read_text
 
 LENGTH, ROWS = 4096, 500  # defaults, as published
+TRIED = 20  # examples of a task, to find what length it needs
 ESSAYS = "PaulGrahamEssays.json"
 DOCUMENTS = {"qa_1": "squad.json", "qa_2": "hotpotqa.json"}
 
@@ -36,11 +38,14 @@ class RULER(Suite):
     needs_files = False
     max_new_tokens = max(task.max_new_tokens for task in TASKS.values())
     has_context = True
+    default_length = LENGTH
 
     def find(self, folder: Path) -> Path:
         return folder
 
     def notes(self, path: Path | None) -> tuple[str, ...]:
+        if path is not None and not path.is_dir():  # `read` refuses it
+            return ()
         missing = [x for x in self.files if path is None or not (path / x).is_file()]
         essays = (f"the prose of kvfold is the haystack ({ESSAYS} is not given)",)
         left_out = tuple(
@@ -76,7 +81,9 @@ class RULER(Suite):
             if name not in DOCUMENTS or name in sources.questions
         }
         questions: list[Question] = []
+        tried = min(TRIED, *numbers.values())
         try:
+            check_length([*numbers], sources, length=length, rows=tried, count=count)
             for name, most in numbers.items():
                 built = examples(name, sources, length=length, rows=most, count=count)
                 for i, example in enumerate(built):
