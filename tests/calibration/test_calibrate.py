@@ -10,7 +10,7 @@ from transformers.masking_utils import eager_mask
 
 from kvfold import recipes
 from kvfold.calibration.calibrate import artifact_key, calibrate
-from kvfold.calibration.statistics import QUANTITIES, Statistics, record
+from kvfold.calibration.statistics import QUANTITIES, Statistics, record, reduce
 from kvfold.calibration.statistics.reduce import prune, window_topics
 from kvfold.compression.compressor import Compressor
 from kvfold.models.families import family_of
@@ -186,6 +186,14 @@ def test_reduced_rows_count_every_query_head() -> None:
     rows = statistics[1, "query"].second + statistics[1, "key_post"].second
     share = torch.trace(reduced.second[0, 0]) / torch.trace(rows[0])
     assert 0.1 < share < 0.3
+
+
+def test_centroids_are_half_of_the_vectors_and_not_more_than_the_default(monkeypatch) -> None:
+    rows = [tuple(torch.randn(1, count, 2) for count in (24, 12, 12))]
+    assert reduce.reduced_rows(rows, None, 0).weight.tolist() == [[12 + 6, 6]]
+    monkeypatch.setattr(reduce, "CENTROIDS", 8)
+    assert reduce.reduced_rows(rows, None, 0).weight.tolist() == [[8 + 6, 6]]
+    assert reduce.reduced_rows(rows, 10, 0).weight.tolist() == [[10 + 6, 6]]
 
 
 def test_the_number_of_centroids_is_part_of_the_artifact(tmp_path) -> None:

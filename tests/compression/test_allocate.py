@@ -158,12 +158,28 @@ def test_equal_scores_of_a_matrix_get_equal_ranks() -> None:
 def test_condition_gives_earlier_layers_more() -> None:
     """LoRC: the cumulative product is largest at the first layer, which keeps most."""
     found = candidates(4, 1, 32, seed=6)
-    ranks = allocate(found, "condition", 128, 1)
+    ranks = allocate(found, "condition", 136, 1)
     per_layer = [
         sum(r for c, r in zip(found, ranks, strict=True) if c.layer == i) for i in range(4)
     ]
     assert per_layer == sorted(per_layer, reverse=True)
     assert per_layer[0] == 64 and per_layer[3] < per_layer[0]
+
+
+@pytest.mark.parametrize(
+    ("budget", "ranks"),
+    [
+        (24, [8, 8, 8]),
+        (18, [8, 6, 4]),  # d_min = 4 of 8: 8 (1 - u / 2)
+        (14, [8, 5, 1]),  # d_min = 1: 8, 4.5 and 1, rounded up
+        (8, [4, 3, 1]),  # d_max = 4: 4, 2.25 and 0.5, rounded up
+        (4, [2, 1, 1]),
+    ],
+)
+def test_ranks_by_condition_numbers_are_those_of_eq_13(budget: int, ranks: list[int]) -> None:
+    """LoRC: u is 0, 1/2 and 1 in the three layers; no layer is left with nothing."""
+    found = candidates(3, 1, 8, seed=0)[::2]
+    assert allocate(found, "condition", budget, 1) == ranks
 
 
 def test_skipped_layers_stay_whole() -> None:

@@ -12,11 +12,12 @@ from kvfold.models.adapter import Projections
 
 
 class Condition(RankMethod):
-    """LoRC eq. 13: d_l = d_max (1 - u_l (1 - d_min / d_max)), with d_min lowered until the budget
-    is met.
+    """LoRC eq. 13: d_l = d_max (1 - u_l (1 - d_min / d_max)).
 
     u_l in [0, 1] is how far the layer's log cumulative condition number (eq. 12) lies below the
-    largest one. So dimension j of layer l is dropped when d_max - d_min exceeds (d_max - j) / u_l.
+    largest one. d_max is the full width, and d_min is lowered until the budget is met (§6.2). Where
+    one dimension is still too much, about half of the cache, d_max falls at this d_min / d_max, so
+    that no latent is left with nothing.
     """
 
     settings = frozenset({"skip_threshold"})
@@ -39,10 +40,15 @@ class Condition(RankMethod):
         logs = torch.tensor([c.score for c in candidates]).double()
         span = (logs.max() - logs.min()).clamp(min=1e-12)
         below = ((logs.max() - logs) / span).clamp(min=1e-12)
-        return [
-            (c.width - torch.arange(c.width).double()) / u
-            for c, u in zip(candidates, below, strict=True)
-        ]
+        return [_priorities(c.width, u) for c, u in zip(candidates, below, strict=True)]
+
+
+def _priorities(width: int, u: Tensor) -> Tensor:
+    """Priorities [width]. Dimension j is kept while d_l > j: d_max rises to the width at d_min of
+    one dimension in `width`, then d_min rises to the width. u: of the layer, above 0."""
+    place, least = torch.arange(width).double() / width, 1 / width
+    reached = 1 - u * (1 - least)  # d_l / d_max at the least d_min
+    return torch.where(place < reached, 2 - least - place / reached, (1 - place) / u)
 
 
 def log_conditions(layers: Iterable[Projections]) -> list[float]:
