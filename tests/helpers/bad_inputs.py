@@ -1278,9 +1278,9 @@ CHECKPOINTS = {
         "copy all of them again"
     ),
     "kvfold eval other-weights": (
-        "cannot load a model from 'other-weights': tensors 20 of another shape "
-        "(model.layers.1.self_attn.down_proj.bias, model.layers.1.self_attn.down_proj.weight, "
-        "model.layers.1.self_attn.key_up, ...); its files are incomplete or not of one "
+        "cannot load a model from 'other-weights': tensors 27 of another shape "
+        "(model.layers.0.self_attn.down_proj.bias, model.layers.0.self_attn.down_proj.weight, "
+        "model.layers.0.self_attn.key_up, ...); its files are incomplete or not of one "
         "checkpoint: copy all of them again"
     ),
     "kvfold eval edited-weights": (
