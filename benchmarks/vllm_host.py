@@ -221,16 +221,15 @@ def gpu_times(run: Callable[[], Any], rounds: int) -> dict[str, Any]:
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         run()
         torch.cuda.synchronize()
-    events = sorted(profiled.key_averages(), key=lambda x: -x.self_device_time_total)
+    events = [x for x in profiled.key_averages() if x.self_device_time_total]
+    events.sort(key=lambda x: -x.self_device_time_total)
     return {
         "host_ms": statistics.median(host[rounds // 4 :]),
         "whole_ms": statistics.median(whole[rounds // 4 :]),
         "kernels_ms": sum(x.self_device_time_total for x in events) / 1e3,
-        "launches_a_layer": sum(x.count for x in events if x.self_device_time_total) / LAYERS,
+        "launches_a_layer": sum(x.count for x in events) / LAYERS,
         "kernels": {
-            x.key[:60]: [x.count, round(x.self_device_time_total / 1e3, 3)]
-            for x in events
-            if x.self_device_time_total
+            x.key[:60]: [x.count, round(x.self_device_time_total / 1e3, 3)] for x in events
         },
     }
 

@@ -284,14 +284,16 @@ def trace() -> str:
     return markdown(head, map(line, results("vllm-8b")["rates"]))
 
 
+CACHES = {  # kinds of benchmarks/vllm_agents.py
+    "bf16-full": "vLLM, bf16",
+    "fp8": "vLLM, `--kv-cache-dtype fp8`",
+    "bits-4": "kvfold, 4 bits",
+    "swift-5x": "kvfold, `swift` 5x, folded",
+}
+
+
 def agents() -> str:
     """Sessions of agents that one GPU bears under vLLM."""
-    names = {
-        "bf16-full": "vLLM, bf16",
-        "fp8": "vLLM, `--kv-cache-dtype fp8`",
-        "bits-4": "kvfold, 4 bits",
-        "swift-5x": "kvfold, `swift` 5x, folded",
-    }
 
     def line(run: Row) -> list[str]:
         kind, (level,) = run["settings"]["kind"], run["levels"]
@@ -301,7 +303,7 @@ def agents() -> str:
             for of, digits in (("token", 1), ("first", 0))
         ]
         cells = [f"{run['capacity']['tokens'] / 1e6:.2f} M", str(level["sessions"]), *times]
-        return [names[kind] + mark("vllm-agents-8b", kind), *cells]
+        return [CACHES[kind] + mark("vllm-agents-8b", kind), *cells]
 
     head = ["cache", "tokens that fit", "sessions borne", "a token", "first token"]
     return markdown(head, map(line, results("vllm-agents-8b")["runs"]))
@@ -309,15 +311,10 @@ def agents() -> str:
 
 def vllm_start() -> str:
     """Seconds until vLLM can serve, on one machine."""
-    names = {
-        "bf16-full": "vLLM, bf16",
-        "bits-4": "kvfold, 4 bits",
-        "swift-5x": "kvfold, `swift` 5x",
-    }
 
     def line(row: Row) -> list[str]:
         kernels = f"{row['kernels']} in {row['kernels_s']} s" if "kernels" in row else ""
-        cache = names[row["kind"]] + mark("vllm-start-8b", row["kind"])
+        cache = CACHES[row["kind"]] + mark("vllm-start-8b", row["kind"])
         return [f"{row['run']}", cache, f"{row['ready_s']:.0f}", kernels]
 
     rows = [x for x in results("vllm-start-8b")["rows"] if x["machine"] == 1]
