@@ -14,6 +14,10 @@ is not counted. Then turns that are due within --seconds are. The time to a firs
 when the turn was due. A number of sessions is borne where 95 % of first tokens come within --first
 seconds and 95 % of turns take at most --token milliseconds a token. The run ends with the first
 number that is not borne, or after --limit seconds. Quality is not measured here.
+
+--documents 64: afterwards, in the same engine, so many people each read a document of 32,768
+tokens, ask three questions about it, --reading seconds apart in the mean, and go on to another
+document. What counts is how many questions are answered a second.
 """
 
 import argparse
@@ -40,6 +44,8 @@ from vllm_speed import MAPS, cache_options, capacity, device, write_config, writ
 
 JOINING = 4  # sessions that read their first context at the same time
 WAIT = 20  # seconds after the counted time for turns that are not answered yet
+DOCUMENT = 32768  # tokens
+QUESTIONS = 3  # about a document
 
 
 @dataclass
@@ -77,6 +83,7 @@ class Agents:
 
     def __init__(self, llm: LLM, options: argparse.Namespace) -> None:
         self.engine, self.options, self.random = llm.llm_engine, options, random.Random(0)
+        self.pause = options.pause
         self.vocabulary = llm.model_config.get_vocab_size()
         self.system = self.tokens(options.system)
         self.sessions: list[Session] = []
@@ -85,18 +92,30 @@ class Agents:
         self.sent = 0
 
     def tokens(self, count: int) -> list[int]:
-        return self.random.choices(range(10, self.vocabulary - 300), k=count)
+        return self.random.choices(range(10, self.vocabulary), k=count)
 
     def size(self, low: int, middle: int, high: int) -> int:
         drawn = self.random.lognormvariate(math.log(middle), 0.6)
         return int(min(high, max(low, drawn)))
 
     def join(self) -> None:
-        """One more session, with a context of a random length."""
+        """One more session."""
+        self.sessions.append(Session(self.first_context(), due=time.perf_counter()))
+
+    def first_context(self) -> list[int]:
+        """A context of a random length."""
         low, high = self.options.shortest, 0.95 * self.options.longest
-        length = int(math.exp(self.random.uniform(math.log(low), math.log(high))))
-        context = self.system + self.tokens(max(1, length - len(self.system)))
-        self.sessions.append(Session(context, due=time.perf_counter()))
+        return self.context(int(math.exp(self.random.uniform(math.log(low), math.log(high)))))
+
+    def context(self, length: int) -> list[int]:
+        return self.system + self.tokens(max(1, length - len(self.system)))
+
+    def ask(self, session: Session) -> int:
+        """Let a session's context grow by its next turn. The tokens of the answer."""
+        if len(session.context) + 2000 > self.options.longest:
+            session.context = self.context(self.options.shortest)
+        session.context = session.context + self.tokens(self.size(200, 600, 1500))
+        return self.size(50, 150, 400) if session.turns else 8
 
     def run(self, until: Callable[[], bool]) -> None:
         """Send turns that are due, and take steps, until `until()`."""
@@ -111,11 +130,7 @@ class Agents:
                 time.sleep(0.001)
 
     def _send(self, session: Session) -> None:
-        options = self.options
-        if len(session.context) + 2000 > options.longest:
-            session.context = self.system + self.tokens(options.shortest - len(self.system))
-        session.context = session.context + self.tokens(self.size(200, 600, 1500))
-        answer = self.size(50, 150, 400) if session.turns else 8
+        answer = self.ask(session)
         wanted = SamplingParams(
             temperature=0, max_tokens=answer, ignore_eos=True, detokenize=False,
             output_kind=RequestOutputKind.DELTA,
@@ -140,7 +155,7 @@ class Agents:
                 del self.running[output.request_id]
                 turn.end, session = now, turn.session
                 session.context, session.turns = session.context + turn.answered, session.turns + 1
-                session.due = now + self.random.expovariate(1 / self.options.pause)
+                session.due = now + self.random.expovariate(1 / self.pause)
                 self.turns.append(turn)
 
     def level(self, sessions: int, out_of_time: Callable[[], bool]) -> dict[str, Any] | None:
@@ -164,7 +179,14 @@ class Agents:
             lambda: time.perf_counter() > waited or not any(map(inside, self.running.values()))
         )
         unanswered = [x for x in self.running.values() if inside(x)]
-        return self._result(sessions, [x for x in self.turns if inside(x)], unanswered)
+        answered = sum(x.end is not None and start <= x.end < end for x in self.turns)
+        result = self._result(sessions, [x for x in self.turns if inside(x)], unanswered)
+        return result | {"answered_per_s": answered / (end - start)}
+
+    def end(self) -> None:
+        """End all sessions, answered or not."""
+        self.engine.abort_request([*self.running])
+        self.sessions, self.running = [], {}
 
     def _new(self) -> int:
         return sum(not x.turns for x in self.sessions)
@@ -193,6 +215,23 @@ class Agents:
         }
 
 
+class Readers(Agents):
+    """People who each ask three questions about a document, and then go on to another one."""
+
+    def __init__(self, llm: LLM, options: argparse.Namespace) -> None:
+        super().__init__(llm, options)
+        self.pause = options.reading
+
+    def first_context(self) -> list[int]:
+        return self.context(DOCUMENT)
+
+    def ask(self, session: Session) -> int:
+        if session.turns and session.turns % QUESTIONS == 0:
+            session.context = self.first_context()
+        session.context = session.context + self.tokens(self.size(20, 60, 200))
+        return self.size(50, 150, 400)
+
+
 def share(values: list[float], part: float = 0.95) -> float:
     """The value that this part of the values does not exceed."""
     return sorted(values)[min(len(values) - 1, int(part * len(values)))]
@@ -205,7 +244,7 @@ def engine(folder: Path, maps: Path, options: argparse.Namespace) -> LLM:
         skip_tokenizer_init=True,
         dtype="bfloat16",
         max_model_len=options.longest + 4096,
-        max_num_seqs=max(64, *options.sessions),
+        max_num_seqs=max(64, *options.sessions, options.documents or 0),
         max_num_batched_tokens=options.chunk,
         gpu_memory_utilization=options.memory,
         enable_prefix_caching=True,
@@ -233,6 +272,8 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=480, help="seconds of the whole run")
     parser.add_argument("--chunk", type=int, default=4096, help="tokens of a step")
     parser.add_argument("--memory", type=float, default=0.9, help="share of the GPU's")
+    parser.add_argument("--documents", type=int, help="people who read documents, afterwards")
+    parser.add_argument("--reading", type=float, default=30, help="seconds between questions")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     begin = time.perf_counter()
@@ -255,19 +296,28 @@ def main() -> None:
         "ready_s": time.perf_counter() - begin,
         "capacity": {"tokens": tokens, "bytes_per_token": size},
         "levels": [],
+        "documents": [],
     }
     print(json.dumps({x: report[x] for x in ("ready_s", "capacity")}), flush=True)
-    agents = Agents(llm, options)
-    for sessions in options.sessions:
-        level = agents.level(sessions, out_of_time)
-        if level is None:
-            break
-        report["levels"].append(level)
+
+    def keep(name: str, level: dict[str, Any]) -> None:
+        report[name].append(level)
         print(json.dumps(level), flush=True)
         if options.json:
             options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        if not level["borne"] or out_of_time():
+
+    agents = Agents(llm, options)
+    for sessions in options.sessions:
+        level = agents.level(sessions, out_of_time)
+        if level is not None:
+            keep("levels", level)
+        if level is None or not level["borne"] or out_of_time():
             break
+    agents.end()
+    if options.documents:
+        level = Readers(llm, options).level(options.documents, out_of_time)
+        if level is not None:
+            keep("documents", level)
     os._exit(0)  # vLLM's engine takes its time to end
 
 
