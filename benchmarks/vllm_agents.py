@@ -17,7 +17,7 @@ number that is not borne, or after --limit seconds. Quality is not measured here
 
 --documents 64: afterwards, in the same engine, so many people each read a document of 32,768
 tokens, ask three questions about it, --reading seconds apart in the mean, and go on to another
-document. What counts is how many questions are answered a second.
+document. What counts is how many questions are answered a second. --sessions '' leaves out agents.
 """
 
 import argparse
@@ -232,6 +232,11 @@ class Readers(Agents):
         return self.size(50, 150, 400)
 
 
+def numbers(given: str) -> list[int]:
+    """16,24 as [16, 24]; nothing as []."""
+    return [int(x) for x in given.split(",") if x]
+
+
 def share(values: list[float], part: float = 0.95) -> float:
     """The value that this part of the values does not exceed."""
     return sorted(values)[min(len(values) - 1, int(part * len(values)))]
@@ -259,8 +264,7 @@ def main() -> None:
     parser.add_argument("kind")
     parser.add_argument("--shape", default="llama-3.1-8b", choices=WIDTHS)
     parser.add_argument("--layers", type=int)
-    whole = {"type": lambda x: [*map(int, x.split(","))]}
-    parser.add_argument("--sessions", **whole, default=[16, 24, 32, 40])
+    parser.add_argument("--sessions", type=numbers, default=[16, 24, 32, 40])
     parser.add_argument("--shortest", type=int, default=8192, help="tokens of a context")
     parser.add_argument("--longest", type=int, default=65536)
     parser.add_argument("--system", type=int, default=2048, help="tokens that all share")

@@ -289,24 +289,44 @@ CACHES = {  # kinds of benchmarks/vllm_agents.py
     "fp8": "vLLM, `--kv-cache-dtype fp8`",
     "bits-4": "kvfold, 4 bits",
     "swift-5x": "kvfold, `swift` 5x, folded",
+    "maps-swift-4x": "kvfold, `swift` 4x",
 }
 
 
 def agents() -> str:
     """Sessions of agents that one GPU bears under vLLM."""
 
-    def line(run: Row) -> list[str]:
-        kind, (level,) = run["settings"]["kind"], run["levels"]
-        assert level["borne"]
-        times = [
-            f"{level[f'{of}_ms_median']:.{digits}f}, {level[f'{of}_ms_95']:.{digits}f}"
-            for of, digits in (("token", 1), ("first", 0))
-        ]
-        cells = [f"{run['capacity']['tokens'] / 1e6:.2f} M", str(level["sessions"]), *times]
+    def line(run: Row, level: Row) -> list[str]:
+        sessions = f"{level['sessions']}{'' if level['borne'] else ', not borne'}"
+        cells = [f"{run['capacity']['tokens'] / 1e6:.2f} M", sessions, *_of_turns(level)]
+        kind = run["settings"]["kind"]
         return [CACHES[kind] + mark("vllm-agents-8b", kind), *cells]
 
-    head = ["cache", "tokens that fit", "sessions borne", "a token", "first token"]
-    return markdown(head, map(line, results("vllm-agents-8b")["runs"]))
+    head = ["cache", "tokens that fit", "sessions", "a token", "first token"]
+    lines = [line(run, x) for run in results("vllm-agents-8b")["runs"] for x in run["levels"]]
+    return markdown(head, lines)
+
+
+def documents() -> str:
+    """Questions about long documents that one GPU answers under vLLM."""
+
+    def line(run: Row, level: Row) -> list[str]:
+        found = f"{level['found_in_cache']:.0%}".replace("%", " %")
+        cells = [f"{level['answered_per_s']:.2f}", found, *_of_turns(level)]
+        kind = run["settings"]["kind"]
+        return [CACHES[kind] + mark("vllm-agents-8b", kind), *cells]
+
+    head = ["cache", "answered a second", "found in the cache", "a token", "first token"]
+    runs = results("vllm-agents-8b")["runs"]
+    return markdown(head, [line(run, x) for run in runs for x in run.get("documents", ())])
+
+
+def _of_turns(level: Row) -> list[str]:
+    """Cells of a token's time and a first token's, median and 95 %."""
+    return [
+        f"{level[f'{of}_ms_median']:.{digits}f}, {level[f'{of}_ms_95']:.{digits}f}"
+        for of, digits in (("token", 1), ("first", 0))
+    ]
 
 
 def vllm_start() -> str:
@@ -340,7 +360,7 @@ def throughput() -> str:
 
 
 QUALITY = (qwen, answers, smollm2, published, eviction)
-SPEED = (vllm, qwen_steps, engine_steps, trace, agents, vllm_start, throughput)
+SPEED = (vllm, qwen_steps, engine_steps, trace, agents, documents, vllm_start, throughput)
 TABLES: dict[str, Callable[[], str]] = {table.__name__: table for table in (*QUALITY, *SPEED)}
 
 

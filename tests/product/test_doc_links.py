@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from kvfold import recipes
+
 ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]+))?\)")
@@ -44,3 +46,12 @@ def test_there_is_a_page_a_paper() -> None:
     assert names == {"zack", "zdc", "palu", "lorc", "kv-compress"}
     links = LINK.findall(prose(ROOT / "docs/quality.md"))
     assert {f"papers/{name}.md" for name in names} <= {file for file, _ in links}
+
+
+def test_every_recipe_and_path_is_described() -> None:
+    page = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
+    assert not [x for x in recipes.RECIPES if f"`{x}`" not in page]
+    page = (ROOT / "docs/http.md").read_text(encoding="utf-8")
+    code = (ROOT / "src/kvfold/server/app.py").read_text(encoding="utf-8")
+    paths = {x.split("/{")[0] for x in re.findall(r'@app\.\w+\("([^"]+)"', code)}
+    assert len(paths) > 6 and not [x for x in sorted(paths) if x not in page]
