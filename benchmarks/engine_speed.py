@@ -18,7 +18,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from transformers import DynamicCache, StaticCache
 from kvfold import recipes
 from kvfold.cli.common import versions
 from kvfold.compression.compressor import Compressor, Prepared, shared_statistics
-from kvfold.config import Recipe
+from kvfold.config import Prefer
 from kvfold.engine.api.llm import LLM
 from kvfold.engine.requests.request import SamplingParams
 from kvfold.hub.loading import load, load_tokenizer
@@ -42,7 +42,8 @@ from kvfold.utils.versions import cache_argument
 
 BASELINES = ("dynamic", "static", "static compiled")
 SPEED = "swift-speed"  # as `kvfold compress` plans it by default: few layouts
-RECIPES = ("small", "fast", "lean", "swift", SPEED)
+RECIPE_OF = {SPEED: "swift"}
+RECIPES = ("small", "fast", "lean", "swift")
 PLANNED = ("swift", SPEED)  # by --factor, bits included, the others by --keep
 EVICT = {"evict": "kv-compress", "keep_tokens": 0.25}
 SETTINGS: dict[str, dict[str, Any]] = {"": {}, " + 4 bits": {"bits": 4}}
@@ -50,7 +51,7 @@ SETTINGS[" + 4 bits + tokens 0.25"] = {"bits": 4, **EVICT}
 NAMES = (
     *BASELINES,
     "engine",
-    *(f"engine {recipe}{extra}" for recipe in RECIPES for extra in SETTINGS),
+    *(f"engine {recipe}{extra}" for recipe in (*RECIPES, SPEED) for extra in SETTINGS),
 )
 SPARE = 16  # tokens that the first sequences decode while the last ones prefill
 
@@ -147,22 +148,21 @@ class Bench:
     def folded(self, recipe: str) -> Any:
         prepared = self._prepared(recipe)
         a, planned = self.arguments, recipe in PLANNED
+        prefer: Prefer = "speed" if recipe == SPEED else "balanced"
         return prepared.folded_copy(
-            prepared.plan_factor(a.factor) if planned else prepared.plan(a.keep)
+            prepared.plan_factor(a.factor, prefer=prefer) if planned else prepared.plan(a.keep)
         )
 
     def _prepare(self, recipe: str) -> Prepared:
-        compressor = Compressor(self.model, recipe_of(recipe), self.tokenizer)
+        compressor = Compressor(
+            self.model, recipes.get(RECIPE_OF.get(recipe, recipe)), self.tokenizer
+        )
         return compressor.prepare(self.arguments.stats or self._statistics())
 
     def _shared_statistics(self) -> Any:
         return shared_statistics(
-            [Compressor(self.model, recipe_of(name), self.tokenizer) for name in RECIPES]
+            [Compressor(self.model, recipes.get(name), self.tokenizer) for name in RECIPES]
         )
-
-
-def recipe_of(name: str) -> Recipe:
-    return replace(recipes.get("swift"), prefer="speed") if name == SPEED else recipes.get(name)
 
 
 def time_steps(variants: dict[str, Variant], warmup: int, rounds: int) -> dict[str, list[float]]:
