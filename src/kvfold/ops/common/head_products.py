@@ -15,7 +15,7 @@ def up_project(x: Tensor, weight: Tensor) -> Tensor:
     strides."""
     grouped = x.unflatten(1, (len(weight), -1))
     batch, _, queries, tokens, _ = grouped.shape
-    if batch == 1:
+    if batch == 1 and tokens > 1:  # copies the weights for every query head, not the vectors
         return compute(torch.matmul, grouped, weight.mT[:, None]).permute(0, 3, 1, 2, 4)
     # One product a KV head for all sequences: with a token each, products by sequence are slow.
     vectors = contiguous(grouped.transpose(0, 1)).flatten(1, 3)
