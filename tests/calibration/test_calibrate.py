@@ -1,6 +1,5 @@
 """Statistics against brute force, and an artifact that is reused only where it fits."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -294,15 +293,15 @@ def test_skipped_layers_stay_plain(recipe: str) -> None:
         Compressor(tiny("llama-gqa"), replace(recipes.get(recipe), skip_layers=(0, 2)))
 
 
-def test_skip_threshold_is_a_power_of_ten() -> None:
-    """LoRC's product of condition numbers, on the scale of its published thresholds."""
+def test_a_share_of_the_first_layers_stays_whole() -> None:
+    """They are those with the largest products of condition numbers (LoRC's Algorithm 1)."""
     model = tiny("llama-gqa")
-    recipe = recipes.get("lorc")
+    recipe = replace(recipes.get("lorc"), whole_share=0.5)
     prepared = Compressor(model, recipe).prepare()
-    first, second = (c.score / math.log(10) for c in prepared.candidates[::2])
-    between = replace(recipe, skip_threshold=(first + second) / 2)
-    prepared = Compressor(model, between).prepare()
-    assert [c.skip for c in prepared.candidates[::2]] == [True, False]
+    first, second = prepared.candidates[::2]
+    assert first.score > second.score and (first.skip, second.skip) == (True, False)
+    spec = prepared.plan(0.6, 1)
+    assert [layer.keys for layer in spec.layers] == ["plain", "pre_rope"]
 
 
 @pytest.mark.parametrize("gradients", [True, False])
