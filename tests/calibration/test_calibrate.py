@@ -12,6 +12,7 @@ from kvfold.calibration.calibrate import artifact_key, calibrate
 from kvfold.calibration.statistics import QUANTITIES, Statistics, record, reduce
 from kvfold.calibration.statistics.reduce import prune, window_topics
 from kvfold.compression.compressor import Compressor
+from kvfold.layout.pages import cache_layout
 from kvfold.models.families import family_of
 from kvfold.ops.common.attention import attention, rotate
 from models import tiny, tokens
@@ -302,6 +303,9 @@ def test_a_share_of_the_first_layers_stays_whole() -> None:
     assert first.score > second.score and (first.skip, second.skip) == (True, False)
     spec = prepared.plan(0.6, 1)
     assert [layer.keys for layer in spec.layers] == ["plain", "pre_rope"]
+    assert cache_layout(spec).kept_fraction <= 0.6
+    with pytest.raises(ValueError, match=r"raise keep to at least 0\.5"):
+        prepared.plan(0.4, 1)  # room for the whole keys, and not for the values
 
 
 @pytest.mark.parametrize("gradients", [True, False])

@@ -15,8 +15,8 @@ class Condition(RankMethod):
 
     u_l in [0, 1] is how far the layer's log cumulative condition number (eq. 12) lies below the
     largest one. d_max is the full width, and d_min is lowered until the budget is met (§6.2). Where
-    one dimension is still too much, about half of the cache, d_max falls at this d_min / d_max, so
-    that no latent is left with nothing.
+    one dimension is still too much, about half of the cache, LoRC defines nothing. As an extension,
+    d_max then falls at this d_min / d_max, so that no latent is left with nothing.
     """
 
     settings = frozenset({"whole_share"})
