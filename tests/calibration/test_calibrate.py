@@ -207,6 +207,19 @@ def test_the_number_of_centroids_is_part_of_the_artifact(tmp_path) -> None:
         Statistics.load(path, artifact_key(model, WINDOWS))
 
 
+def test_a_changed_default_of_centroids_refuses_what_was_clustered(monkeypatch, tmp_path) -> None:
+    model = tiny("llama-gqa")
+    for name in ("rows_reduced", "key_pre"):
+        found = calibrate(model, family_of(model.config), WINDOWS, {name})
+        found.save(tmp_path / name)
+        assert Statistics.load(tmp_path / name, artifact_key(model, WINDOWS)).has({name})
+    monkeypatch.setattr(reduce, "CENTROIDS", 8)
+    key = artifact_key(model, WINDOWS)
+    with pytest.raises(ValueError, match="something else: centroids differ"):
+        Statistics.load(tmp_path / "rows_reduced", key)
+    assert Statistics.load(tmp_path / "key_pre", key).has({"key_pre"})
+
+
 def test_windows_of_a_topic_are_found_and_half_of_them_kept() -> None:
     generator = torch.Generator().manual_seed(0)
     centres = 10 * torch.randn(3, 16, generator=generator)
