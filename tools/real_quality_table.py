@@ -28,7 +28,10 @@ def table(rows: list[Row]) -> str:
     texts = list(original["texts"])
     lines = [f"| | smaller | {' | '.join(texts)} |", "|---|" + "---|" * (len(texts) + 1)]
     for row in others:
-        cells = ("{:.4f} ± {:.4f}".format(*loss(row, original, text)) for text in texts)
+        cells = (
+            "{:.4f} ± {:.4f}".format(*loss(row, original, text)) if text in row["texts"] else "–"
+            for text in texts
+        )
         lines.append(f"| {row['name']} | {1 / row['kept_fraction']:.2f} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -160,7 +160,7 @@ def published() -> str:
         "palu-j 0.5": "Palu (joint), half of the dimensions",
         "palu-j 0.5, 4 bits": "Palu (joint), half, 4 bits",
         "zack 0.5": "ZACK, half of the dimensions",
-        "lorc 0.5": "LoRC, half of the dimensions",
+        "lorc 0.6": "LoRC, .6 of the dimensions",
         "swift 4x": "`swift`",
         "lean 4x": "`lean`",
         "small 4x": "`small`",
@@ -169,7 +169,12 @@ def published() -> str:
 
     def line(name: str, label: str) -> list[str]:
         texts = ("wiki-heldout", "source-code")
-        lost = [percent(increase(rows[name], rows["original"], text)) for text in texts]
+        lost = [
+            percent(increase(rows[name], rows["original"], text))
+            if text in rows[name]["texts"]
+            else "not measured"
+            for text in texts
+        ]
         label += mark("quality-smollm2", name)
         return [label, smaller(1 / rows[name]["kept_fraction"]), *lost]
 

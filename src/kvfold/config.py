@@ -143,9 +143,8 @@ class Recipe:
     §4.1). gradients: weight errors by the loss's gradient. reduce: prune and cluster calibration
     vectors before the SVD (ZDC §5.1). codebooks: calibrate uneven quantisation levels (format
     kvquant). centroids: of the k-means of `reduce`, for each of q, k and v (None: see
-    statistics.reduce). skip_layers: layers that stay uncompressed, counted from 0. skip_threshold:
-    layers whose cumulative condition number has a log10 above it stay uncompressed too (ranks
-    'condition', LoRC §6.2).
+    statistics.reduce). skip_layers: layers that stay uncompressed, counted from 0. whole_share:
+    the first of all layers that stay uncompressed too (ranks 'condition', LoRC §6.2).
     """
 
     name: str
@@ -160,7 +159,7 @@ class Recipe:
     codebooks: bool = False
     centroids: int | None = None
     skip_layers: tuple[int, ...] = ()
-    skip_threshold: float | None = None
+    whole_share: float = setting(0.0, "Share of the layers.", least=0, below=1)
 
     def __post_init__(self) -> None:
         check(self)

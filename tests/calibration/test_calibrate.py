@@ -1,6 +1,5 @@
 """Statistics against brute force, and an artifact that is reused only where it fits."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -13,6 +12,7 @@ from kvfold.calibration.calibrate import artifact_key, calibrate
 from kvfold.calibration.statistics import QUANTITIES, Statistics, record, reduce
 from kvfold.calibration.statistics.reduce import prune, window_topics
 from kvfold.compression.compressor import Compressor
+from kvfold.layout.pages import cache_layout
 from kvfold.models.families import family_of
 from kvfold.ops.common.attention import attention, rotate
 from models import tiny, tokens
@@ -207,6 +207,19 @@ def test_the_number_of_centroids_is_part_of_the_artifact(tmp_path) -> None:
         Statistics.load(path, artifact_key(model, WINDOWS))
 
 
+def test_a_changed_default_of_centroids_refuses_what_was_clustered(monkeypatch, tmp_path) -> None:
+    model = tiny("llama-gqa")
+    for name in ("rows_reduced", "key_pre"):
+        found = calibrate(model, family_of(model.config), WINDOWS, {name})
+        found.save(tmp_path / name)
+        assert Statistics.load(tmp_path / name, artifact_key(model, WINDOWS)).has({name})
+    monkeypatch.setattr(reduce, "CENTROIDS", 8)
+    key = artifact_key(model, WINDOWS)
+    with pytest.raises(ValueError, match="something else: centroids differ"):
+        Statistics.load(tmp_path / "rows_reduced", key)
+    assert Statistics.load(tmp_path / "key_pre", key).has({"key_pre"})
+
+
 def test_windows_of_a_topic_are_found_and_half_of_them_kept() -> None:
     generator = torch.Generator().manual_seed(0)
     centres = 10 * torch.randn(3, 16, generator=generator)
@@ -294,15 +307,18 @@ def test_skipped_layers_stay_plain(recipe: str) -> None:
         Compressor(tiny("llama-gqa"), replace(recipes.get(recipe), skip_layers=(0, 2)))
 
 
-def test_skip_threshold_is_a_power_of_ten() -> None:
-    """LoRC's product of condition numbers, on the scale of its published thresholds."""
+def test_a_share_of_the_first_layers_stays_whole() -> None:
+    """They are those with the largest products of condition numbers (LoRC's Algorithm 1)."""
     model = tiny("llama-gqa")
-    recipe = recipes.get("lorc")
+    recipe = replace(recipes.get("lorc"), whole_share=0.5)
     prepared = Compressor(model, recipe).prepare()
-    first, second = (c.score / math.log(10) for c in prepared.candidates[::2])
-    between = replace(recipe, skip_threshold=(first + second) / 2)
-    prepared = Compressor(model, between).prepare()
-    assert [c.skip for c in prepared.candidates[::2]] == [True, False]
+    first, second = prepared.candidates[::2]
+    assert first.score > second.score and (first.skip, second.skip) == (True, False)
+    spec = prepared.plan(0.6, 1)
+    assert [layer.keys for layer in spec.layers] == ["plain", "pre_rope"]
+    assert cache_layout(spec).kept_fraction <= 0.6
+    with pytest.raises(ValueError, match=r"raise keep to at least 0\.5"):
+        prepared.plan(0.4, 1)  # room for the whole keys, and not for the values
 
 
 @pytest.mark.parametrize("gradients", [True, False])

@@ -198,5 +198,18 @@ def test_what_is_skipped_is_paid_for_first(method: str) -> None:
 
 
 def test_a_budget_below_one_step_a_layer_is_refused() -> None:
-    with pytest.raises(ValueError, match="raise keep"):
-        allocate(candidates(3, 1, 16, seed=8), "greedy", 20, 8)
+    found = candidates(3, 1, 16, seed=8)
+    with pytest.raises(ValueError, match=r"takes 24 numbers.* is 20: raise keep to at least 0\.25"):
+        allocate(found, "greedy", 20, 8)
+    assert sum(allocate(found, "greedy", 24, 8)) == 24
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_budget_below_the_whole_layers_is_refused(method: str) -> None:
+    """30 numbers have room for one latent of the whole layer, and for the other layers."""
+    found = [replace(c, skip=c.layer == 0) for c in candidates(3, 1, 16, seed=8)]
+    for budget in (30, 39):
+        message = rf"takes 40 .* \(32 in .*is {budget}: raise keep to at least 0\.417,.* skip fewer"
+        with pytest.raises(ValueError, match=message):
+            allocate(found, method, budget, 4)
+    assert sum(allocate(found, method, 40, 4)) == 40

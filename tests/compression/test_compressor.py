@@ -102,7 +102,7 @@ def test_recovery_without_text_fails_before_the_model_changes(model) -> None:
         ({"basis": "lorc", "ranks": "best"}, f"unknown ranks 'best'; .*: {', '.join(METHODS)}"),
         ({"basis": "palu", "keys": "kv", "values": "kv"}, "leave it out, or use basis 'pre_rope'"),
         ({"basis": "palu", "equal_ranks": True}, "equal_ranks needs ranks='fisher'"),
-        ({"basis": "palu", "skip_threshold": 3.0}, "skip_threshold needs ranks='condition'"),
+        ({"basis": "palu", "whole_share": 0.2}, "whole_share needs ranks='condition'"),
     ],
 )
 def test_a_recipe_that_no_method_can_follow_is_refused(settings: dict, message: str) -> None:

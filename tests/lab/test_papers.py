@@ -39,6 +39,12 @@ def test_every_row_of_a_page_is_in_a_table_with_the_page_s_numbers(paper: str) -
         assert row.here.count(STALE) + row.why.count(STALE) == line.count(STALE)
 
 
+@pytest.mark.parametrize("paper", papers.PAPERS)
+def test_what_was_not_measured_has_a_reason(paper: str) -> None:
+    rows = [row for row in papers.rows(paper) if re.search("not (measured|timed|run)", row.here)]
+    assert not [row.claim for row in rows if row.why == "–"]
+
+
 def test_a_table_is_printed_beside_ours(capsys: pytest.CaptureFixture[str]) -> None:
     papers.main(["palu", "table 1"])
     printed = capsys.readouterr().out

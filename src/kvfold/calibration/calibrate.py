@@ -16,7 +16,7 @@ from kvfold.calibration.positions import Shift, shifting
 from kvfold.calibration.saved_pass import SavedPass, State
 from kvfold.calibration.statistics import QUANTITIES, Moment, NoGradients, Statistics
 from kvfold.calibration.statistics.record import Recorder
-from kvfold.calibration.statistics.reduce import prune, window_topics
+from kvfold.calibration.statistics.reduce import num_centroids, prune, window_topics
 from kvfold.models.adapter import Family
 from kvfold.models.devices import input_device
 from kvfold.models.finite import dtype_name, way_out
@@ -128,17 +128,17 @@ def artifact_key(
 ) -> dict[str, Any]:
     """The key of a statistics artifact, by which it may be reused.
 
-    It has the model's fingerprint, the text (the windows' tokens, or a name for them), ZDC's
-    centroids, and the names of the layers where only a part is measured (`Family.part`).
+    It has the model's fingerprint, the text (the windows' tokens, or a name for them), the number
+    of ZDC's centroids, and the names of the layers where only a part is measured (`Family.part`).
     """
-    key: dict[str, Any] = {"model": fingerprint(model)}
+    key: dict[str, Any] = {"model": fingerprint(model), "centroids": num_centroids(centroids)}
     if isinstance(text, str):
         key["text"] = text
     else:
         key |= {"text": _digest(text), "tokens": text.numel()}
     if part is not None:
         key["layers"] = list(part)
-    return key if centroids is None else {**key, "centroids": centroids}
+    return key
 
 
 def _digest(windows: Tensor) -> str:

@@ -44,6 +44,11 @@ def prune(topics: Tensor, seed: int) -> list[int]:
     return sorted(remaining)
 
 
+def num_centroids(centroids: int | None) -> int:
+    """The number of centroids that `reduced_rows` takes at most."""
+    return CENTROIDS if centroids is None else centroids
+
+
 def reduced_rows(rows: Sequence[Rows], centroids: int | None, seed: int) -> Moment:
     """Second moments of k-means centroids of [Q; K] and of V, per KV head: [Hk, 2, d, d].
 
@@ -51,7 +56,7 @@ def reduced_rows(rows: Sequence[Rows], centroids: int | None, seed: int) -> Mome
     of q, k and v, at most half of their N vectors (ZDC takes 1M). None: CENTROIDS, which
     bounds the time. k-means takes two passes of mini-batches.
     """
-    most = CENTROIDS if centroids is None else centroids
+    most = num_centroids(centroids)
     q, k, v = (
         torch.stack([_centroids(head, min(most, len(head) // 2), seed) for head in torch.cat(x, 1)])
         for x in zip(*rows, strict=True)

@@ -4,6 +4,7 @@
 less than it by less than one step of one latent.
 """
 
+import math
 from itertools import combinations
 
 from torch import Tensor
@@ -22,24 +23,35 @@ def allocate(candidates: Candidates, method: RankMethod, budget: int, align: int
     """The rank of every candidate: multiples of `align`, together at most `budget` numbers per
     token.
 
-    A latent whose width is no multiple of `align` has a shorter last step. Every layer keeps at
-    least one step; raises SettingError where the budget is too small for that.
+    A latent whose width is no multiple of `align` has a shorter last step. Skipped candidates stay
+    whole, and every other layer keeps at least one step; raises SettingError where the budget is
+    too small for that.
     """
     priorities = method.priorities(candidates, budget)
     steps = [_steps(c, p, method, align) for c, p in zip(candidates, priorities, strict=True)]
     layers = _layers(candidates)
-    members = [sorted({i for indices in heads for i in indices}) for heads in layers]
-    for indices in members:  # a layer that stores nothing would have no entries to count
-        best = max(indices, key=lambda i: steps[i][0][0])
+    required = {i for i, c in enumerate(candidates) if c.skip}
+    for heads in layers:  # a layer that stores nothing would have no entries to count
+        best = max({i for indices in heads for i in indices}, key=lambda i: steps[i][0][0])
         steps[best][0] = (float("inf"), steps[best][0][1])
+        required.add(best)
+    _check(candidates, sum(steps[i][0][1] for i in required), budget, align)
     ranks = _fill(steps, budget)
-    if sum(ranks) > budget or not all(any(ranks[i] for i in x) for x in members):
-        needed = sum(s[0][1] for s in steps)
-        raise SettingError(
-            f"the budget of {budget} numbers a token leaves some layer with nothing; raise `keep`,"
-            f" or lower `align` from {align} (one step of every latent takes {needed})"
-        )
     return _limit_classes(layers, steps, ranks, budget, align)
+
+
+def _check(candidates: Candidates, required: int, budget: int, align: int) -> None:
+    """Raises SettingError for a budget below `required` numbers per token."""
+    if required <= budget:
+        return
+    whole = sum(c.numbers for c in candidates if c.skip)
+    keep = math.ceil(1000 * required / sum(c.numbers for c in candidates)) / 1000
+    raise SettingError(
+        f"the smallest cache takes {required} numbers a token"
+        + (f" ({whole} in layers that stay whole)" if whole else "")
+        + f", and the budget is {budget}: raise `keep` to at least {keep:g}, or lower `align` from"
+        f" {align}" + (", or skip fewer layers in the recipe" if whole else "")
+    )
 
 
 def _steps(

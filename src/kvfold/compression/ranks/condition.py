@@ -1,6 +1,5 @@
 """Rank method `condition`: by the condition numbers of W_K and W_V (LoRC)."""
 
-import math
 from collections.abc import Iterable
 
 import torch
@@ -16,25 +15,26 @@ class Condition(RankMethod):
 
     u_l in [0, 1] is how far the layer's log cumulative condition number (eq. 12) lies below the
     largest one. d_max is the full width, and d_min is lowered until the budget is met (§6.2). Where
-    one dimension is still too much, about half of the cache, d_max falls at this d_min / d_max, so
-    that no latent is left with nothing.
+    one dimension is still too much, about half of the cache, LoRC defines nothing. As an extension,
+    d_max then falls at this d_min / d_max, so that no latent is left with nothing.
     """
 
-    settings = frozenset({"skip_threshold"})
+    settings = frozenset({"whole_share"})
 
     def scores(self, candidates: Candidates, sources: Iterable[Source]) -> list[float]:
         logs = log_conditions(source.weights for source in sources)
+        self.num_whole = round(self.recipe.whole_share * len(logs))
         return [logs[c.layer] for c in candidates]
 
     def stays_whole(self, layer: int, score: float) -> bool:
-        """Whether the log10 of the layer's cumulative condition number exceeds `skip_threshold`.
+        """Whether the layer is one of the first `whole_share` of all.
 
-        LoRC §6.2 sets thresholds of 30 and 90 on a product over tens of layers, without a unit;
-        log10 is the one that fits its Table 2 (docs/lab/paper-differences.md).
+        LoRC's Algorithm 1 leaves layers whole whose cumulative condition number is above a
+        threshold. That number (eq. 12) falls from layer to layer, so these are the first ones. The
+        thresholds of §6.2 have no unit; which share they leave follows from Table 2
+        (docs/lab/paper-differences.md).
         """
-        threshold = self.recipe.skip_threshold
-        above = threshold is not None and score / math.log(10) > threshold
-        return above or super().stays_whole(layer, score)
+        return layer < self.num_whole or super().stays_whole(layer, score)
 
     def priorities(self, candidates: Candidates, budget: int) -> list[Tensor]:
         logs = torch.tensor([c.score for c in candidates]).double()
