@@ -206,17 +206,20 @@ def eviction() -> str:
 # -- speed and memory -----------------------------------------------------------------------------
 
 
+CACHES = {  # kinds of benchmarks/vllm_speed.py and vllm_agents.py
+    "bf16-full": "vLLM, bf16",
+    "fp8": "vLLM, `--kv-cache-dtype fp8`",
+    "bits-4": "kvfold, 4 bits",
+    "swift-5x": "kvfold, `swift` 5x, folded",
+    "maps-swift-5x": "kvfold, `swift` 5x",
+}
+
+
 def vllm() -> str:
     """Time of a decode step and of a first token under vLLM."""
     runs = [("A", "vllm-8b", "bf16-full"), ("A", "vllm-8b", "bits-4"), ("A", "vllm-8b", "swift-5x")]
     runs += [("B", "vllm-maps-8b", name) for name in ("bf16-full", "fp8", "maps-swift-5x")]
-    names = {
-        "bf16-full": "vLLM, bf16",
-        "fp8": "vLLM, `--kv-cache-dtype fp8`",
-        "bits-4": "kvfold, 4 bits",
-        "swift-5x": "kvfold, `swift` 5x, folded",
-        "maps-swift-5x": "kvfold, `swift` 5x",
-    }
+    runs += [("C", "vllm-trace-8b", name) for name in ("fp8", "bits-4", "swift-5x")]
 
     def line(run: str, file: str, name: str) -> list[str]:
         report = results(file)
@@ -224,7 +227,7 @@ def vllm() -> str:
         (first,) = (x["ms"] for x in report["first_tokens"] if x["variant"] == name)
         (size,) = (x["token_bytes"] for x in report["capacity"] if x["variant"] == name)
         times = [f"{steps[n]:.2f}" if n in steps else "–" for n in (1, 8, 32, 64)]
-        label = names[name] + mark(file, name)
+        label = CACHES[name] + mark(file, name)
         return [label, run, f"{size:,.0f}", *times, f"{first:.0f}"]
 
     head = ["", "run", "bytes per token", "1", "8", "32", "64", "first token"]
@@ -274,42 +277,31 @@ def engine_steps() -> str:
 
 def trace() -> str:
     """Requests of a trace under vLLM with a small cache."""
-    names = {"bf16-full": "bf16", "bits-4": "kvfold, 4 bits", "swift-5x": "kvfold, `swift` 5x"}
 
-    def line(x: Row) -> list[str]:
+    def line(file: str, x: Row) -> list[str]:
         times = [f"{x['ms_per_token']:.1f}", f"{x['first_s']:.2f}", f"{x['requests_per_s']:.1f}"]
-        return [
-            names[x["variant"]] + mark("vllm-8b", "rates", x["variant"]),
-            f"{x['rate']:g}",
-            f"{x['answered']} of {x['requests']}",
-            *times,
-        ]
+        answered = f"{x['answered']} of {x['requests']}"
+        label = CACHES[x["variant"]] + mark(file, "rates", x["variant"])
+        return [label, f"{x['rate']:g}", answered, *times]
 
     head = ["", "requests/s that come", "answered", "ms/token", "first token, s", "answered/s"]
-    return markdown(head, map(line, results("vllm-8b")["rates"]))
-
-
-CACHES = {  # kinds of benchmarks/vllm_agents.py
-    "bf16-full": "vLLM, bf16",
-    "fp8": "vLLM, `--kv-cache-dtype fp8`",
-    "bits-4": "kvfold, 4 bits",
-    "swift-5x": "kvfold, `swift` 5x, folded",
-    "maps-swift-4x": "kvfold, `swift` 4x",
-}
+    files = "vllm-8b", "vllm-trace-8b"
+    return markdown(head, (line(file, x) for file in files for x in results(file)["rates"]))
 
 
 def agents() -> str:
     """Sessions of agents that one GPU bears under vLLM."""
 
-    def line(run: Row, level: Row) -> list[str]:
+    def line(file: str, run: Row, level: Row) -> list[str]:
         sessions = f"{level['sessions']}{'' if level['borne'] else ', not borne'}"
         cells = [f"{run['capacity']['tokens'] / 1e6:.2f} M", sessions, *_of_turns(level)]
         kind = run["settings"]["kind"]
-        return [CACHES[kind] + mark("vllm-agents-8b", kind), *cells]
+        return [CACHES[kind] + mark(file, kind), *cells]
 
     head = ["cache", "tokens that fit", "sessions", "a token", "first token"]
-    lines = [line(run, x) for run in results("vllm-agents-8b")["runs"] for x in run["levels"]]
-    return markdown(head, lines)
+    files = "vllm-agents-8b", "vllm-documents-8b"
+    runs = ((file, run) for file in files for run in results(file)["runs"])
+    return markdown(head, [line(*each, x) for each in runs for x in each[1]["levels"]])
 
 
 def documents() -> str:
@@ -319,11 +311,11 @@ def documents() -> str:
         found = f"{level['found_in_cache']:.0%}".replace("%", " %")
         cells = [f"{level['answered_per_s']:.2f}", found, *_of_turns(level)]
         kind = run["settings"]["kind"]
-        return [CACHES[kind] + mark("vllm-agents-8b", kind), *cells]
+        return [CACHES[kind] + mark("vllm-documents-8b", kind), *cells]
 
     head = ["cache", "answered a second", "found in the cache", "a token", "first token"]
-    runs = results("vllm-agents-8b")["runs"]
-    return markdown(head, [line(run, x) for run in runs for x in run.get("documents", ())])
+    runs = results("vllm-documents-8b")["runs"]
+    return markdown(head, [line(run, x) for run in runs for x in run["documents"]])
 
 
 def _of_turns(level: Row) -> list[str]:
