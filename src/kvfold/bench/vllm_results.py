@@ -65,7 +65,7 @@ def vllm_result(
         "queue_times": [x.sent - x.at if x.sent else 0.0 for x in outcomes],
         "generated_texts": [x.text for x in outcomes],
         "errors": [x.error or "" for x in outcomes],
-        "max_output_tokens_per_s": _most(_seconds_of_text(good)),
+        "max_output_tokens_per_s": float(_most(_seconds_of_text(good))),
         "max_concurrent_requests": _most(_seconds_open(good)),
         "rtfx": 0.0,  # of audio
     }
