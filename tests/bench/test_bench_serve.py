@@ -16,6 +16,7 @@ from serving import serving, small_llm
 
 from kvfold.bench.serve_client import Outcome  # isort: skip
 from kvfold.bench.serve_results import agreement, summary, sustained  # isort: skip
+from kvfold.bench.vllm_results import vllm_result, write_vllm_result  # isort: skip
 
 TRACES = Path(__file__).parents[3] / "shared" / "data" / "traces"
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
@@ -152,6 +153,43 @@ def test_a_server_that_fails_is_counted(tmp_path: Path, capsys) -> None:
         assert bench(server.url, *how, "--plain", "--concurrency", 1) == 0
         assert json.loads(path.read_text())["rows"][0]["completed"] == 3
         assert "ignore_eos" not in server.asked[-1] and isinstance(server.asked[-1]["prompt"], str)
+
+
+def test_questions_about_a_document_follow_each_other(tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+    how = ["--rate", "2", "--requests", 2, "--input-tokens", 100, "--output-tokens", 2]
+    with stub() as server:
+        assert bench(server.url, *how, "--questions", 3, "--json", path, "--warmup", 0) == 0
+    report = json.loads(path.read_text())
+    (row,) = report["rows"]
+    assert row["completed"] == 6 and row["offered_per_s"] == 6
+    for answers in (report["answers"][:3], report["answers"][3:]):
+        assert all(a["ended"] <= b["at"] <= b["sent"] for a, b in pairwise(answers))
+    prompts = [tuple(x["prompt"].split()) for x in server.asked]
+    assert {len(x) for x in prompts} == {100} and len(set(prompts)) == 6
+    documents = [x[:50] for x in prompts]  # half of a short prompt is its question
+    assert sorted(map(documents.count, set(documents))) == [3, 3]
+
+
+def test_results_as_vllm_writes_them(tmp_path: Path) -> None:
+    """By hand. Times count from when a request was sent, and end with its last text."""
+    one = outcome(sent=1.5, events=[2.0, 2.5, 3.5], ended=4.0, text="a b")
+    lost = outcome(sent=2.0, ended=5.0, error="HTTP 429")
+    result = vllm_result(
+        [one, lost], seconds=4.0, goals=Goals(tpot_ms=600), endpoint="completions",
+        label="a/b", model="m", request_rate=2.0, concurrency=8,
+    )  # fmt: skip
+    assert result["ttfts"] == [0.5, 0.0] and result["latencies"] == [2.0, 0.0]
+    assert result["itls"] == [[0.5, 1.0], []] and result["errors"] == ["", "HTTP 429"]
+    assert (result["completed"], result["failed"], result["num_prompts"]) == (1, 1, 2)
+    assert result["mean_ttft_ms"] == 500 and result["p99_e2el_ms"] == 2000
+    assert result["mean_tpot_ms"] == 500 and result["median_itl_ms"] == 750
+    assert result["request_throughput"] == result["request_goodput"] == 0.25
+    assert result["output_throughput"] == 1 and result["total_token_throughput"] == 3.25
+    assert result["max_output_tokens_per_s"] == 1 and result["max_concurrent_requests"] == 1
+    assert result["median_client_queue_time_ms"] == 500
+    write_vllm_result(tmp_path, "a/b-2qps", result)
+    assert [x.name for x in tmp_path.iterdir()] == [f"a-b-2qps-{result['date']}.json"]
 
 
 def test_what_cannot_be_measured(tmp_path: Path, capsys) -> None:

@@ -873,7 +873,7 @@ def test_every_file_that_a_command_names_is_an_input_or_an_output():
     """A new output needs its name in OUTPUTS."""
     inputs = {"--calib", "--text", "--tasks", "--context", "--prompt-file", "--suite-data"}
     inputs |= {"--beside", "--trace", "FOLDER", "MODEL"}
-    outputs = {f"--{name}" for name in (*OUTPUTS, REUSED)}
+    outputs = {f"--{name.replace('_', '-')}" for name in (*OUTPUTS, REUSED)}
     for command, name, argument in every_argument():
         if "Path" in str(argument.hint):
             assert name in inputs | outputs, command

@@ -796,6 +796,16 @@ MEASURING = {
     "kvfold bench serve http://127.0.0.1:1": (
         "--rate is missing: without the times of a trace it is needed"
     ),
+    "kvfold bench serve http://127.0.0.1:1 --rate 1 --bits 4": (
+        "--bits is a setting of a server that is started here: give --engine too, or leave it out"
+    ),
+    "kvfold bench serve http://127.0.0.1:1 --rate 1 --engine vllm": (
+        "--engine starts a server for a model: give a model instead of the URL "
+        "http://127.0.0.1:1, or leave --engine out"
+    ),
+    "kvfold bench serve http://127.0.0.1:1 --rate 1 --set result-dir=nowhere": (
+        "--set result-dir: nowhere is no folder; create it first"
+    ),
     "kvfold bench serve http://127.0.0.1:1 --rate 1,0": "--rate must be above 0; got '1,0'",
     "kvfold bench serve http://127.0.0.1:1 --rate 1 --set max-input=9": (
         "--set max-input needs a --set trace: give one, or leave it out"

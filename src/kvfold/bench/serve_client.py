@@ -129,17 +129,17 @@ class Client:
     ) -> list[Outcome]:
         """Send every request when it is due, whatever the state of the others, with at most
         `concurrency` open at once. After `seconds`, open requests are abandoned and the rest are
-        not sent."""
-        slots = asyncio.Semaphore(concurrency or len(requests))
+        not sent. Questions about a document are due when the one before has been answered."""
+        total = sum(x.questions for x in requests)
+        slots = asyncio.Semaphore(concurrency or total)
         start, ended = time.perf_counter(), 0
 
-        async def send(number: int, request: TimedRequest) -> Outcome:
+        async def send(prompt: list[int] | str, request: TimedRequest, at: float) -> Outcome:
             nonlocal ended
-            outcome = Outcome(at=request.at, prompt_tokens=request.prompt)
-            prompt = prompts.cut(f"{name} {number}", request.prompt)
+            outcome = Outcome(at=at, prompt_tokens=request.prompt)
             try:
                 async with asyncio.timeout(seconds - (time.perf_counter() - start)):
-                    await asyncio.sleep(request.at - (time.perf_counter() - start))
+                    await asyncio.sleep(at - (time.perf_counter() - start))
                     async with slots:
                         outcome.sent = time.perf_counter() - start
                         await self.ask(prompt, request.output, outcome, start)
@@ -149,10 +149,21 @@ class Client:
                 outcome.error = f"{type(error).__name__}: {error}"
             outcome.ended = time.perf_counter() - start
             ended += 1
-            done(ended, len(requests))
+            done(ended, total)
             return outcome
 
-        return await asyncio.gather(*(send(i, x) for i, x in enumerate(requests)))
+        async def send_all(name: str, request: TimedRequest) -> list[Outcome]:
+            if request.questions == 1:
+                return [await send(prompts.cut(name, request.prompt), request, request.at)]
+            outcomes: list[Outcome] = []
+            for number in range(request.questions):
+                prompt = prompts.ask(name, request.prompt, number)
+                at = outcomes[-1].ended if outcomes else request.at
+                outcomes.append(await send(prompt, request, at))
+            return outcomes
+
+        sent = await asyncio.gather(*(send_all(f"{name} {i}", x) for i, x in enumerate(requests)))
+        return [outcome for outcomes in sent for outcome in outcomes]
 
     def _body(self, prompt: list[int] | str, output: int) -> dict[str, Any]:
         body: dict[str, Any] = {

@@ -28,6 +28,7 @@ Arrival = Literal["poisson", "fixed"]
 SIGMA = 0.6  # of the logarithm of an agent's lengths
 NARROWEST, WIDEST = 1 / 3, 2.5  # bounds of these lengths, in medians
 MOST_TOKENS = 10**7  # of a prompt or an answer in a trace
+QUESTION = 64  # tokens at the end of a prompt, or its half if it is shorter
 TRACES = (  # fields of time, prompt and output; what makes their times seconds
     ("TIMESTAMP", "ContextTokens", "GeneratedTokens", None),  # Azure's LLM inference traces
     ("timestamp", "input_length", "output_length", 1e-3),  # Mooncake's, as JSON lines
@@ -37,11 +38,13 @@ TRACES = (  # fields of time, prompt and output; what makes their times seconds
 
 @dataclass(frozen=True, kw_only=True)
 class TimedRequest:
-    """One request to send. at: seconds after the start. prompt, output: tokens."""
+    """One request to send. at: seconds after the start. prompt, output: tokens. questions: how
+    many requests with the same document are sent, each after the answer to the one before."""
 
     at: float
     prompt: int
     output: int
+    questions: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +61,13 @@ class Traffic:
     input_tokens: int = setting(256, "Tokens of a prompt, without a trace.", least=1)
     output_tokens: int = setting(64, "Tokens of an answer, without a trace.", least=1)
     spread: float = setting(0.0, "Vary lengths by up to this share.", least=0, below=1)
+    questions: int = setting(
+        1,
+        "Questions about each prompt, one after another: requests that differ in their last"
+        f" {QUESTION} tokens.",
+        least=1,
+        most=1000,
+    )
     max_input: int | None = setting(None, "Cut a trace's prompts to this many tokens.", least=1)
     max_output: int | None = setting(None, "Cut a trace's answers to this many tokens.", least=1)
     speed: float = setting(1.0, "Replay a trace's times this many times as fast.", above=0)
@@ -86,7 +96,8 @@ class Traffic:
         else:
             rng = random.Random(f"{self.seed} arrivals {rate}")
             times = arrivals(self.arrival, rate, rng)
-        return [replace(row, at=at) for row, at in zip(rows, times, strict=False)]
+        same = {"questions": self.questions}
+        return [replace(row, at=at, **same) for row, at in zip(rows, times, strict=False)]
 
     def _rows(self) -> Iterator[TimedRequest]:
         """Lengths, with the times of a trace, or infinity if it has none."""
@@ -226,6 +237,12 @@ class Prompts:
     def cut(self, name: str, length: int) -> list[int] | str:
         """The prompt of a name: always the same one. Other names start elsewhere in the text."""
         return self.joined(self.units_of(name, length))
+
+    def ask(self, name: str, length: int, question: int) -> list[int] | str:
+        """The document of a name and the question of a number, together `length` units."""
+        size = min(QUESTION, length // 2)
+        document = self.units_of(name, length - size)
+        return self.joined(document + self.units_of(f"{name} question {question}", size))
 
     def units_of(self, name: str, length: int) -> list[int | str]:
         """The prompt of a name, as token ids or words."""

@@ -25,10 +25,13 @@ def spread(values: Sequence[float]) -> dict[str, float] | None:
     }
 
 
-def summary(rate: float | None, outcomes: Sequence[Outcome], goals: Goals) -> dict[str, Any]:
+def summary(
+    rate: float | None, outcomes: Sequence[Outcome], goals: Goals, questions: int = 1
+) -> dict[str, Any]:
     """The results of one rate.
 
-    rate: requests a second that were offered; infinite: all at once; None: at the times of a trace.
+    rate: requests a second that were offered, or documents with so many questions; infinite: all at
+    once; None: at the times of a trace.
     Rates in the result are over the time from the start to the end of the last request. ttft, jct:
     from when a request was due. tbt: between pieces of text. tpot: see `Outcome`. late_ms: longest
     delay of the client itself.
@@ -37,7 +40,7 @@ def summary(rate: float | None, outcomes: Sequence[Outcome], goals: Goals) -> di
     seconds = max(x.ended for x in outcomes)
     row: dict[str, Any] = {
         "rate": "trace" if rate is None else f"{rate:g}",
-        "offered_per_s": None if rate == inf else rate or _offered(outcomes),
+        "offered_per_s": None if rate == inf else _offered(rate, questions, outcomes),
         "requests": len(outcomes),
         "completed": len(good),
         "errors": _counts([x.error or "no text" for x in outcomes if not x.ok]),
@@ -58,8 +61,10 @@ def summary(rate: float | None, outcomes: Sequence[Outcome], goals: Goals) -> di
     return row
 
 
-def _offered(outcomes: Sequence[Outcome]) -> float | None:
-    """Requests a second by the times of a trace."""
+def _offered(rate: float | None, questions: int, outcomes: Sequence[Outcome]) -> float | None:
+    """Requests a second, by the rate or by the times of a trace."""
+    if rate is not None:
+        return rate * questions
     last = max(x.at for x in outcomes)
     return (len(outcomes) - 1) / last if last else None
 

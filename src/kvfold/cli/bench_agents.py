@@ -3,10 +3,10 @@
 import asyncio
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cyclopts import Parameter
 from rich.console import Console
@@ -14,12 +14,22 @@ from rich.table import Table
 
 from kvfold.bench.serve_load import Conversations, Goals, Prompts
 from kvfold.cli.bench_common import Output, Results, empty_table, say
+from kvfold.cli.bench_engine import (
+    ENGINE,
+    EngineFlags,
+    server_settings,
+    server_versions,
+    target,
+)
 from kvfold.cli.bench_serve import KEY, TABLE_WIDTH, Url, check_outputs, need_aiohttp, versions
 from kvfold.cli.options import flags_of, parse_list
 from kvfold.config import check, setting
 from kvfold.utils.errors import SettingError
 from kvfold.utils.files import new_file, writing
 from kvfold.utils.text import packaged, read_text
+
+if TYPE_CHECKING:
+    from kvfold.bench.serve_client import Outcome
 
 
 @Parameter(name="*", group="Conversations")
@@ -71,16 +81,18 @@ def agents(
     label: str | None = None,
     talk: ConversationFlags = CONVERSATIONS,
     how: Measurement = MEASUREMENT,
+    server: EngineFlags = ENGINE,
     json: Output = None,
     plot: Path | None = None,
+    result_dir: Path | None = None,
 ) -> None:
-    """Measure how many agents a running server bears: conversations with long contexts that grow
-    turn by turn.
+    """Measure how many agents a server bears: conversations with long contexts that grow turn by
+    turn.
 
     A number of agents is borne if 95 % of turns have their first token within 2 s,
     and 95 % take at most 40 ms for each later token. Numbers are tried upwards, up
-    to the first that is not borne. Works with any OpenAI-compatible server, such as
-    kvfold's and vLLM's.
+    to the first that is not borne. Works with any OpenAI-compatible server that runs,
+    such as kvfold's and vLLM's. With --engine, it starts one, and stops it at the end.
 
     Parameters
     ----------
@@ -92,8 +104,11 @@ def agents(
         Name of this server in the figure; by default its model.
     plot
         File for a figure: .svg, .png or .pdf.
+    result_dir
+        Existing folder for one more file for every number of agents, as `vllm bench serve` writes
+        it.
     """
-    check_outputs(json, plot)
+    check_outputs(json, plot, result_dir)
     need_aiohttp("bench agents")
     numbers = parse_list(agents, "--agents", int, "numbers such as 8,16,32")
     if not all(a < b for a, b in zip([0, *numbers], numbers, strict=False)):
@@ -103,9 +118,15 @@ def agents(
     key = how.api_key or os.environ.get(KEY)
     settings = {"url": url, "label": label, **asdict(conversations), **asdict(how)}
     settings |= {"api_key": None, "text": text and str(text)}
-    results = Results(json, "agents", settings, versions(), ("rows",))
+    settings["server"] = server_settings(server)
+    results = Results(json, "agents", settings, versions() | server_versions(server), ("rows",))
     try:
-        asyncio.run(measure(url, key, numbers, conversations, how, source, results))
+        with target(url, server, key) as served:
+            results.metadata["ready_s"] = served.ready_s
+            work = measure(
+                served.url, key, numbers, conversations, how, source, results, result_dir
+            )
+            asyncio.run(served.during(work))
     finally:
         rows = results.by_kind["rows"]
         if rows:
@@ -125,6 +146,7 @@ async def measure(
     how: Measurement,
     text: str,
     results: Results,
+    result_dir: Path | None,
 ) -> None:
     """Measure one number of agents after another, up to the first that is not borne."""
     from kvfold.bench.agents import Agents, result
@@ -152,10 +174,35 @@ async def measure(
                 outcomes = await load.measure(how.seconds, how.wait)
                 row = result(number, outcomes, how.goals, how.seconds)
                 results.add("rows", row)
+                if result_dir is not None:
+                    write_as_vllm(result_dir, settings, number, outcomes, how)
                 if not row["borne"]:
                     break
         finally:
             await load.leave()
+
+
+def write_as_vllm(
+    folder: Path,
+    settings: Mapping[str, Any],
+    number: int,
+    outcomes: "Sequence[Outcome]",
+    how: Measurement,
+) -> None:
+    """Write the turns of a number of agents as `vllm bench serve` writes its requests."""
+    from kvfold.bench.vllm_results import vllm_result, write_vllm_result
+
+    result = vllm_result(
+        outcomes,
+        seconds=how.seconds,
+        goals=how.goals,
+        endpoint="completions",
+        label=settings["label"],
+        model=settings["model"],
+        request_rate="inf",
+        concurrency=number,
+    )
+    write_vllm_result(folder, f"{settings['label']}-{number}-agents", result)
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:

@@ -18,6 +18,14 @@ from rich.table import Table
 from kvfold.bench.serve_load import Goals, Prompts, TimedRequest, Traffic
 from kvfold.cli import common
 from kvfold.cli.bench_common import Output, Results, empty_table, say
+from kvfold.cli.bench_engine import (
+    ENGINE,
+    EngineFlags,
+    Target,
+    server_settings,
+    server_versions,
+    target,
+)
 from kvfold.cli.options import MOST, Files, Flag, flags_of, parse_list
 from kvfold.config import check, setting
 from kvfold.utils.errors import SettingError
@@ -30,7 +38,12 @@ if TYPE_CHECKING:
 
 KEY = "KVFOLD_API_KEY"
 TABLE_WIDTH = 120  # characters, where the output is no terminal
-Url = Annotated[str, Parameter(help="The server's URL, such as http://127.0.0.1:8000.")]
+Url = Annotated[
+    str,
+    Parameter(
+        help="The server's URL, such as http://127.0.0.1:8000; with --engine, the model to serve."
+    ),
+]
 
 
 @Parameter(name="*", group="Traffic")
@@ -96,13 +109,16 @@ def serve(
     requests: TrafficFlags = TRAFFIC,
     asking: ClientFlags = CLIENT,
     limits: GoalFlags = GOALS,
+    server: EngineFlags = ENGINE,
     json: Output = None,
     plot: Path | None = None,
+    result_dir: Path | None = None,
 ) -> None:
-    """Load-test a running server: send requests at one or more rates, and report latency and
-    throughput as a client sees them.
+    """Load-test a server: send requests at one or more rates, and report latency and throughput
+    as a client sees them.
 
-    Works with any OpenAI-compatible server, such as kvfold's and vLLM's.
+    Works with any OpenAI-compatible server that runs, such as kvfold's and vLLM's. With --engine,
+    it starts one, and stops it at the end.
 
     Parameters
     ----------
@@ -118,8 +134,10 @@ def serve(
         answers with.
     plot
         File for a figure: .svg, .png or .pdf.
+    result_dir
+        Existing folder for one more file for every rate, as `vllm bench serve` writes it.
     """
-    check_outputs(json, plot)
+    check_outputs(json, plot, result_dir)
     need_aiohttp("bench serve")
     traffic, goals = requests.traffic, limits.goals
     rates = parse_rates(rate, traffic)
@@ -129,10 +147,14 @@ def serve(
     settings = {"url": url, "label": label, **asdict(traffic), **asdict(asking)}
     settings |= {"api_key": None, "bounds": asdict(goals), "text": text and str(text)}
     settings["trace"] = traffic.trace and str(traffic.trace)
-    run = LoadTest(url, key, asking, traffic, goals, rates, source)
-    results = Results(json, "serve", settings, versions(), ("rows", "answers"))
+    settings["server"] = server_settings(server)
+    used = versions() | server_versions(server)
+    results = Results(json, "serve", settings, used, ("rows", "answers"))
     try:
-        asyncio.run(run.measure(results))
+        with target(url, server, key) as served:
+            results.metadata["ready_s"] = served.ready_s
+            run = LoadTest(served, key, asking, traffic, goals, rates, source, result_dir)
+            asyncio.run(served.during(run.measure(results)))
     finally:
         if rows := results.by_kind["rows"]:
             show(rows, goals)
@@ -145,9 +167,13 @@ def serve(
             write_figure(scratch, [results.metadata | results.by_kind, *others])
 
 
-def check_outputs(json: Path | None, plot: Path | None) -> None:
+def check_outputs(json: Path | None, plot: Path | None, result_dir: Path | None) -> None:
     """Raises ValueError for files that cannot be written, before anything is sent."""
     common.check_outputs(json=json)
+    if result_dir is not None:
+        if not result_dir.is_dir():
+            raise SettingError(f"`result_dir`: {result_dir} is no folder; create it first")
+        check_writable(result_dir / "x.json")
     if plot is None:
         return
     from kvfold.bench.serve_plots import check_installed
@@ -232,20 +258,21 @@ def _is_number(value: Any) -> bool:
 class LoadTest:
     """Sends the traffic to a server at one rate after the other."""
 
-    url: str
+    target: Target
     key: str | None
     flags: ClientFlags
     traffic: Traffic
     goals: Goals
     rates: Sequence[float | None]
     text: str
+    result_dir: Path | None = None
 
     async def measure(self, results: Results) -> None:
         from kvfold.bench.serve_client import Server, connected
         from kvfold.bench.serve_results import summary
 
         server = Server(
-            url=self.url,
+            url=self.target.url,
             model=self.flags.model,
             api_key=self.key,
             endpoint=self.flags.endpoint,
@@ -260,9 +287,30 @@ class LoadTest:
             await self.warm_up(client, prompts)
             for rate in self.rates:
                 outcomes = await self.at_rate(client, rate, prompts)
-                row = summary(rate, outcomes, self.goals)
+                row = summary(rate, outcomes, self.goals, self.traffic.questions)
                 results.add("answers", *(answer_of(row, *pair) for pair in enumerate(outcomes)))
                 results.add("rows", row)
+                self.write_as_vllm(settings, row, outcomes)
+
+    def write_as_vllm(
+        self, settings: Mapping[str, Any], row: Mapping[str, Any], outcomes: "Sequence[Outcome]"
+    ) -> None:
+        """Write the results of one rate as `vllm bench serve` does."""
+        if self.result_dir is None:
+            return
+        from kvfold.bench.vllm_results import vllm_result, write_vllm_result
+
+        result = vllm_result(
+            outcomes,
+            seconds=row["seconds"],
+            goals=self.goals,
+            endpoint=self.flags.endpoint,
+            label=settings["label"],
+            model=settings["model"],
+            request_rate="inf" if row["offered_per_s"] is None else row["offered_per_s"],
+            concurrency=self.flags.concurrency,
+        )
+        write_vllm_result(self.result_dir, f"{settings['label']}-{row['rate']}qps", result)
 
     async def prompts(self, client: "Client") -> Prompts:
         ids = None if self.flags.endpoint == "chat" else await client.token_ids(self.text)

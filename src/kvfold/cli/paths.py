@@ -10,7 +10,7 @@ from typing import Any
 from kvfold.cli.options import flag
 from kvfold.utils.files import check_apart
 
-OUTPUTS = ("html", "json", "output", "plot")  # parameters that name files to write
+OUTPUTS = ("html", "json", "output", "plot", "result_dir")  # parameters that name what to write
 REUSED = "stats"  # a file that is read if it exists, else written
 
 

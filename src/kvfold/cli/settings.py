@@ -33,8 +33,9 @@ FLAGS: dict[str, str] = {
     "pack": f"context output bits evict {DEVICE}",
     "bench_attention": "shape batch tokens variants json",
     "bench_decode": "shape batch tokens variants steps json",
-    "bench_serve": "endpoint rate concurrency requests input-tokens output-tokens json api-key",
-    "bench_agents": "agents longest json api-key",
+    "bench_serve": "engine maps bits endpoint rate concurrency requests input-tokens output-tokens"
+    " json api-key",
+    "bench_agents": "engine maps bits agents longest json api-key",
 }
 NOTE = "--set NAME=VALUE   Any other setting of this command; --set help lists them."
 LISTED = "Write these settings as --set NAME=VALUE, without the dashes, such as --set seed=1."
