@@ -167,7 +167,7 @@ def serve(
             write_figure(scratch, [results.metadata | results.by_kind, *others])
 
 
-def check_outputs(json: Path | None, plot: Path | None, result_dir: Path | None) -> None:
+def check_outputs(json: Path | None, plot: Path | None, result_dir: Path | None = None) -> None:
     """Raises ValueError for files that cannot be written, before anything is sent."""
     common.check_outputs(json=json)
     if result_dir is not None:
