@@ -6,8 +6,8 @@
 For each number of bits: `kvfold eval --tasks`, `python -m kvfold.lm_eval --model kvfold`, and
 `python -m lm_eval --model vllm`, where 16 bits are vLLM without kvfold. Last comes `--model kvfold`
 again with every weight of the embedding changed by about 1e-7 of itself, which shows what rounding
-alone does. All in float32. A row of the results holds the accuracies of one command on one task and,
-except for `kvfold eval`, which prints no log-likelihoods, how far these are from those of
+alone does. All in float32 on a CPU. A row of the results holds the accuracies of one command on one
+task and, except for `kvfold eval`, which prints no log-likelihoods, how far these are from those of
 `--model kvfold`.
 
 Needs lm-eval, and vLLM for the third command. Without vLLM, leave it out by --ways.
@@ -81,7 +81,7 @@ def by_eval(model: str, bits: int, tasks: Tasks) -> Iterator[Row]:
 
 
 def by_lm_eval(model: str, bits: int, tasks: Tasks) -> Iterator[Row]:
-    arguments = {"pretrained": model, "bits": bits, "dtype": "float32", "device": "cpu"}
+    arguments = {"pretrained": model, "bits": bits, "dtype": "float32"}
     yield from _harness("kvfold.lm_eval", "kvfold", arguments, tasks, f"kvfold-{bits}")
 
 
@@ -96,7 +96,8 @@ def by_vllm(model: str, bits: int, tasks: Tasks) -> Iterator[Row]:
 def _harness(module: str, model: str, arguments: Row, tasks: Tasks, name: str) -> Iterator[Row]:
     """The rows of lm-eval's results and samples."""
     out = tasks.folder / name
-    how = ["--model", model, "--model_args", json.dumps(arguments), *tasks.asked()]
+    how = ["--model", model, "--model_args", json.dumps(arguments), "--device", "cpu"]
+    how += tasks.asked()
     _run(module, *how, "--log_samples", "--output_path", str(out))
     (path,) = out.rglob("results_*.json")
     scores = json.loads(path.read_text(encoding="utf-8"))["results"]
