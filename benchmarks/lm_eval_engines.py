@@ -4,11 +4,9 @@
         --rows 50 --bits 16 8 4 --json lm-eval-smollm2.json
 
 For each number of bits: `kvfold eval --tasks`, `python -m kvfold.lm_eval --model kvfold`, and
-`python -m lm_eval --model vllm`, where 16 bits are vLLM without kvfold. Last comes `--model kvfold`
-again with every weight of the embedding changed by about 1e-7 of itself, which shows what rounding
-alone does. All in float32 on a CPU. A row of the results holds the accuracies of one command on one
-task and, except for `kvfold eval`, which prints no log-likelihoods, how far these are from those of
-`--model kvfold`.
+`python -m lm_eval --model vllm`, where 16 bits are vLLM without kvfold. All in float32 on a CPU. A
+row of the results holds the accuracies of one command on one task and, except for `kvfold eval`,
+which prints no log-likelihoods, how far these are from those of `--model kvfold`.
 
 Needs lm-eval, and vLLM for the third command. Without vLLM, leave it out by --ways.
 """
@@ -29,8 +27,7 @@ import torch
 from kvfold.cli.common import versions
 from kvfold.hub.loading import resolve
 
-WAYS = ("eval", "lm-eval", "lm-eval-vllm", "nudged")
-NUDGE = 1e-7  # of a weight: about the distance between two neighbouring float32 numbers
+WAYS = ("eval", "lm-eval", "lm-eval-vllm")
 MAX_LENGTH = 1024
 TASK = """task: {name}
 dataset_path: json
@@ -67,8 +64,9 @@ class Tasks:
 
 def by_eval(model: str, bits: int, tasks: Tasks) -> Iterator[Row]:
     out = tasks.folder / f"eval-{bits}.json"
-    files = ",".join(map(str, tasks.files.values()))
-    how = ["--bits", str(bits), "--tasks", files, "--set", "dtype=float32", "--set", "device=cpu"]
+    how = ["--bits", str(bits), "--set", "dtype=float32", "--set", "device=cpu"]
+    for file in tasks.files.values():
+        how += ["--tasks", str(file)]
     _run("kvfold", "eval", model, *how, "--json", str(out))
     found = json.loads(out.read_text(encoding="utf-8"))["tasks"]
     for name, file in tasks.files.items():
@@ -113,31 +111,6 @@ def _harness(module: str, model: str, arguments: Row, tasks: Tasks, name: str) -
         }
 
 
-def by_nudged(model: str, bits: int, tasks: Tasks) -> Iterator[Row]:
-    from lm_eval import simple_evaluate
-    from lm_eval.tasks import TaskManager
-
-    from kvfold.lm_eval import KVFoldLM
-
-    lm = KVFoldLM(model, bits=bits, dtype="float32", device="cpu")
-    weight = lm.llm.model.get_input_embeddings().weight
-    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        weight.mul_(1 + NUDGE * noise)
-    manager = TaskManager(include_path=str(tasks.folder), include_defaults=False)
-    names = [f"local_{name}" for name in tasks.files]
-    found = simple_evaluate(lm, tasks=names, task_manager=manager, bootstrap_iters=0)
-    for name in tasks.files:
-        scores = found["results"][f"local_{name}"]
-        samples = sorted(found["samples"][f"local_{name}"], key=lambda sample: sample["doc_id"])
-        yield {
-            "task": name,
-            "accuracy": scores["acc,none"],
-            "accuracy_per_byte": scores["acc_bytes,none"],
-            LIKELIHOODS: _likelihoods(samples),
-        }
-
-
 def _likelihoods(samples: Sequence[Row]) -> list[float]:
     return [float(choice[0][0]) for sample in samples for choice in sample["resps"]]
 
@@ -159,7 +132,7 @@ def _environment() -> dict[str, str]:
     return little | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"} | os.environ
 
 
-CALLS = dict(zip(WAYS, (by_eval, by_lm_eval, by_vllm, by_nudged), strict=True))
+CALLS = dict(zip(WAYS, (by_eval, by_lm_eval, by_vllm), strict=True))
 
 
 def add_differences(rows: Sequence[Row]) -> None:
@@ -169,7 +142,7 @@ def add_differences(rows: Sequence[Row]) -> None:
     for (way, bits, task), row in by_name.items():
         others = {
             "from_lm_eval": by_name.get(("lm-eval", bits, task)),
-            "from_16_bits": by_name.get(("lm-eval" if way == "nudged" else way, 16, task)),
+            "from_16_bits": by_name.get((way, 16, task)),
         }
         for name, other in others.items():
             if other is not None and other is not row and LIKELIHOODS in row:
@@ -199,8 +172,6 @@ def main() -> None:
         tasks = Tasks(options.tasks, options.rows, Path(folder))
         for bits in options.bits:
             for way in options.ways:
-                if way == "nudged" and bits == 16:
-                    continue
                 found = CALLS[way](options.model, bits, tasks)
                 report["rows"] += [{"way": way, "bits": bits} | row for row in found]
                 add_differences(report["rows"])
