@@ -152,7 +152,7 @@ def lm_eval() -> str:
     def line(bits: int, way: str) -> list[str]:
         found = [rows[bits, way, task] for task in tasks]
         scores = [f"{x['accuracy']:.2f}, {x['accuracy_per_byte']:.2f}" for x in found]
-        apart = [f"{x['from_lm_eval']['mean']:.4f}" if "from_lm_eval" in x else "" for x in found]
+        apart = [f"{x['from_lm_eval']['mean']:.5f}" if "from_lm_eval" in x else "" for x in found]
         return [f"{bits} bits{mark('lm-eval-smollm2')}", names[way], *scores, *apart]
 
     head = ["cache", "command", *tasks, *(f"nats, {task}" for task in tasks)]
