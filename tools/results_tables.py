@@ -23,6 +23,7 @@ PAGES = (
     "docs/quality.md",
     "docs/performance.md",
     "docs/vllm.md",
+    "docs/lm-eval.md",
     "docs/recipes.md",
     "docs/start.md",
     *(f"docs/papers/{name}.md" for name in ("kv-compress", "lorc", "palu", "zack", "zdc")),
@@ -136,6 +137,26 @@ def smollm2() -> str:
         ["without maps", *(cell(plain[n]) + note(plain[n]) if n in plain else "" for n in sizes)]
     )
     return markdown(["", *(f"{n}x" for n in sizes)], lines)
+
+
+def lm_eval() -> str:
+    """Scores of choice tasks by lm-evaluation-harness and by `kvfold eval`."""
+    names = {
+        "eval": "`kvfold eval`",
+        "lm-eval": "`lm_eval --model kvfold`",
+        "lm-eval-vllm": "`lm_eval --model vllm`",
+    }
+    rows = {(x["bits"], x["way"], x["task"]): x for x in results("lm-eval-smollm2")["rows"]}
+    tasks = ["piqa", "arc_easy"]
+
+    def line(bits: int, way: str) -> list[str]:
+        found = [rows[bits, way, task] for task in tasks]
+        scores = [f"{x['accuracy']:.2f}, {x['accuracy_per_byte']:.2f}" for x in found]
+        apart = [f"{x['from_lm_eval']['mean']:.5f}" if "from_lm_eval" in x else "" for x in found]
+        return [f"{bits} bits{mark('lm-eval-smollm2')}", names[way], *scores, *apart]
+
+    head = ["cache", "command", *tasks, *(f"nats, {task}" for task in tasks)]
+    return markdown(head, [line(bits, way) for bits in (16, 8) for way in names])
 
 
 def note(name: str) -> str:
@@ -356,7 +377,7 @@ def throughput() -> str:
     )
 
 
-QUALITY = (qwen, answers, smollm2, published, eviction)
+QUALITY = (qwen, answers, smollm2, lm_eval, published, eviction)
 SPEED = (vllm, qwen_steps, engine_steps, trace, agents, documents, vllm_start, throughput)
 TABLES: dict[str, Callable[[], str]] = {table.__name__: table for table in (*QUALITY, *SPEED)}
 

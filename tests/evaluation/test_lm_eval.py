@@ -19,9 +19,7 @@ import torch
 
 pytest.importorskip("lm_eval", reason='needs pip install "kvfold[lm-eval]"')
 
-from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
-from lm_eval.tasks import TaskManager
 
 import kvfold
 from kvfold import SamplingParams
@@ -33,6 +31,7 @@ from kvfold.evaluation.tasks import read_tasks
 from kvfold.hub.loading import load_tokenizer, resolve
 from kvfold.lm_eval import KVFoldLM
 from kvfold.utils.errors import SettingError
+from lm_eval_cases import ROWS, STORY, answers_of, evaluated, rounded, tasks  # noqa: F401
 from serving import TEMPLATE, serving, small_llm
 from tolerance import model_terms, rounding
 
@@ -42,56 +41,11 @@ SMALL: dict[str, Any] = {
     "kv_bytes": 2**22,
     "batch_size": "auto",
 }
-STORY = "The sun rises in the east, over the hills, and sets in the west behind the sea. "
-ROWS = [
-    {"context": 4 * STORY + "The sun rises in the", "choices": [" east.", " kettle."], "label": 0},
-    {"context": "Two and two are", "choices": [" a sea.", " four.", " hills, é."], "label": 1},
-    {"context": "A week has seven", "choices": [" suns.", " days."], "label": 1},
-]
-CHOICES = """task: choices
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {file}}}, cache_dir: {cache}}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: context
-doc_to_choice: choices
-doc_to_target: label
-target_delimiter: ""
-metric_list: [{{metric: acc}}, {{metric: acc_bytes}}]
-"""
-ANSWERS = """task: answers
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {file}}}, cache_dir: {cache}}}
-test_split: test
-output_type: generate_until
-doc_to_text: context
-doc_to_target: "{{{{choices[label]}}}}"
-generation_kwargs: {{until: ["."], max_gen_toks: 12, do_sample: false}}
-metric_list: [{{metric: exact_match}}]
-"""
-
-
-@pytest.fixture(scope="module")
-def tasks(tmp_path_factory) -> Path:
-    """A folder of tasks with their rows, and lm-eval's copy of these."""
-    folder = tmp_path_factory.mktemp("tasks")
-    rows = folder / "rows.jsonl"
-    rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
-    for name, text in {"choices": CHOICES, "answers": ANSWERS}.items():
-        path = folder / f"{name}.yaml"
-        path.write_text(text.format(file=rows, cache=folder / "cache"), encoding="utf-8")
-    return folder
 
 
 @pytest.fixture(scope="module")
 def lm() -> KVFoldLM:
     return KVFoldLM("reference:gqa", **SMALL)
-
-
-def evaluated(folder: Path, names: list[str], model: Any, **settings: Any) -> dict[str, Any]:
-    manager = TaskManager(include_path=str(folder), include_defaults=False)
-    how = {"task_manager": manager, "bootstrap_iters": 0}
-    return simple_evaluate(model=model, tasks=names, **how, **settings)
 
 
 def requests() -> list[Instance]:
@@ -252,11 +206,6 @@ def test_the_entry_point_is_the_model() -> None:
 # -- lm-eval itself ---------------------------------------------------------------------------
 
 
-def rounded(results: dict[str, Any]) -> dict[str, float]:
-    scores = results["results"]["choices"]
-    return {name: scores[name] for name in ("acc,none", "acc_bytes,none")}
-
-
 def measured(tasks: Path, bits: int) -> dict[str, float]:
     """The scores of `kvfold eval`, by lm-eval's names."""
     what = Measurement(
@@ -310,7 +259,3 @@ def test_api_models_work_with_the_server(tasks: Path, lm: KVFoldLM, monkeypatch)
     assert answers_of(there) == answers_of(here)
     chatted = evaluated(tasks, ["answers"], lm, apply_chat_template=True)
     assert answers_of(told) == answers_of(chatted) != answers_of(here)
-
-
-def answers_of(results: dict[str, Any]) -> list[str]:
-    return [x["resps"][0][0] for x in results["samples"]["answers"]]
