@@ -23,7 +23,7 @@ import bad_inputs as bad
 import kvfold
 import kvfold.parallel
 from commands import refused
-from kvfold import LLM, CacheParams, SamplingParams
+from kvfold import LLM, CacheParams, SamplingParams, recipes
 from kvfold.config import CacheConfig, Recipe
 from kvfold.evaluation import report
 from kvfold.evaluation.suites import SUITES
@@ -243,8 +243,9 @@ def test_a_request_that_cannot_be_served(call, message, llm) -> None:
 def checkpoints(files) -> None:
     """Folded ones, with something wrong each."""
     kept = files / "folded"
-    kvfold.compress("reference:gqa", "lorc", output=kept, fold=True)
-    kvfold.compress("reference:gqa", "lorc", keep=0.25, output=files / "quarter", fold=True)
+    every_layer = replace(recipes.lorc(), whole_share=0.0)
+    kvfold.compress("reference:gqa", every_layer, output=kept, fold=True)
+    kvfold.compress("reference:gqa", every_layer, keep=0.25, output=files / "quarter", fold=True)
 
     def edited(name: str, change: Callable[[dict], object]) -> None:
         config = shutil.copytree(kept, files / name) / "config.json"
