@@ -99,7 +99,9 @@ class Engine(Variant):
 
     def __init__(self, bench: "Bench", recipe: str | None, settings: dict[str, Any]) -> None:
         model = bench.folded(recipe) if recipe else bench.model
-        sizes = {"max_sequences": len(bench.prompts), "max_tokens": bench.limit}
+        # Few steps read all prompts: the first sequences decode meanwhile, SPARE tokens at most.
+        number, chunk = len(bench.prompts), bench.prompts.numel() // 2
+        sizes = {"max_sequences": number, "max_tokens": bench.limit, "chunk": chunk}
         self.llm = LLM(model, owned=recipe is not None, **sizes, **settings)
         sampling = SamplingParams(max_new_tokens=bench.limit, ignore_eos=True)
         ids = [self.llm.add(prompt, sampling) for prompt in bench.prompts.tolist()]
