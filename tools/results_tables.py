@@ -356,7 +356,7 @@ def vllm_start() -> str:
         return [f"{row['run']}", cache, f"{row['ready_s']:.0f}", kernels]
 
     rows = [x for x in results("vllm-start-8b")["rows"] if x["machine"] == 1]
-    return markdown(["run", "cache", "ready, s", "kernels compiled or loaded"], map(line, rows))
+    return markdown(["run", "cache", "ready, s", "kernels compiled"], map(line, rows))
 
 
 def throughput() -> str:
