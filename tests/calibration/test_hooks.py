@@ -81,6 +81,8 @@ def hooked(
     try:
         for layer, planned, own in zip(model.model.layers, spec.layers, bases, strict=True):
             attention = layer.self_attn
+            if sum(x.rank for x in planned.latents) == 2 * spec.geometry.kv_width:
+                continue  # the layer stays whole
             project = projection(planned.latents, own, spec.geometry)
             turn = (
                 turning(model.model.rotary_emb, spec.geometry)

@@ -50,7 +50,7 @@ def folded(recipe: Recipe | None, align: int = 8, layers: int = 1, name: str = "
 
 def even(name: str) -> Recipe:
     """A recipe that keeps as much of every head."""
-    return replace(recipes.get(name), ranks="uniform", equal_ranks=False)
+    return replace(recipes.get(name), ranks="uniform", equal_ranks=False, whole_share=0.0)
 
 
 def runner_of(model, slots: int = 3, **settings) -> ModelRunner:
