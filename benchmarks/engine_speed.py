@@ -42,7 +42,6 @@ from kvfold.utils.versions import cache_argument
 
 BASELINES = ("dynamic", "static", "static compiled")
 SPEED = "swift-speed"  # as `kvfold compress` plans it by default: few layouts
-RECIPE_OF = {SPEED: "swift"}
 RECIPES = ("small", "fast", "lean", "swift")
 PLANNED = ("swift", SPEED)  # by --factor, bits included, the others by --keep
 EVICT = {"evict": "kv-compress", "keep_tokens": 0.25}
@@ -157,7 +156,7 @@ class Bench:
 
     def _prepare(self, recipe: str) -> Prepared:
         compressor = Compressor(
-            self.model, recipes.get(RECIPE_OF.get(recipe, recipe)), self.tokenizer
+            self.model, recipes.get(recipe.removesuffix("-speed")), self.tokenizer
         )
         return compressor.prepare(self.arguments.stats or self._statistics())
 

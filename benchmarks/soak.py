@@ -16,7 +16,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,6 +28,7 @@ from typing import Any
 
 import aiohttp
 
+from kvfold.bench.server_process import free_ports
 from soak_command import run_command
 from tiny import save_tiny
 
@@ -166,14 +166,6 @@ class Process:
     @property
     def log_bytes(self) -> int:
         return self.log.stat().st_size if self.log.exists() else 0
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [x.getsockname()[1] for x in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 # Requests ----------------------------------------------------------------------------------------

@@ -11,33 +11,22 @@ pytest.importorskip("lm_eval", reason='needs pip install "kvfold[lm-eval]"')
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
+from lm_eval_engines import CHOICES, LINES
+
 STORY = "The sun rises in the east, over the hills, and sets in the west behind the sea. "
 ROWS = [
     {"context": 4 * STORY + "The sun rises in the", "choices": [" east.", " kettle."], "label": 0},
     {"context": "Two and two are", "choices": [" a sea.", " four.", " hills, é."], "label": 1},
     {"context": "A week has seven", "choices": [" suns.", " days."], "label": 1},
 ]
-CHOICES = """task: choices
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {file}}}, cache_dir: {cache}}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: context
-doc_to_choice: choices
-doc_to_target: label
-target_delimiter: ""
-metric_list: [{{metric: acc}}, {{metric: acc_bytes}}]
-"""
-ANSWERS = """task: answers
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {file}}}, cache_dir: {cache}}}
-test_split: test
-output_type: generate_until
-doc_to_text: context
+ANSWERS = (
+    LINES
+    + """output_type: generate_until
 doc_to_target: "{{{{choices[label]}}}}"
 generation_kwargs: {{until: ["."], max_gen_toks: 12, do_sample: false}}
 metric_list: [{{metric: exact_match}}]
 """
+)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +37,7 @@ def tasks(tmp_path_factory) -> Path:
     rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
     for name, text in {"choices": CHOICES, "answers": ANSWERS}.items():
         path = folder / f"{name}.yaml"
-        path.write_text(text.format(file=rows, cache=folder / "cache"), encoding="utf-8")
+        path.write_text(text.format(name=name, file=rows, cache=folder / "cache"), encoding="utf-8")
     return folder
 
 

@@ -22,7 +22,6 @@ import os
 import re
 import runpy
 import shlex
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +32,7 @@ import pytest
 import torch
 import transformers
 
+from kvfold.bench.server_process import free_ports
 from kvfold.cli.main import app
 from kvfold.cli.settings import expanded
 
@@ -308,7 +308,7 @@ def run_page(page: str, folder: Path) -> None:
         path.chmod(0o755)
     namespace: dict[str, Any] = {"__name__": "docs"}
     ports = ("8123", "8124", "8125", "8126")
-    stand_ins = NAMED | dict(zip(ports, free_ports(len(ports)), strict=True))
+    stand_ins = NAMED | dict(zip(ports, map(str, free_ports(len(ports))), strict=True))
     running = [block for block in blocks(ROOT / page) if runs(block)]
     for is_python, members in itertools.groupby(running, lambda x: x.language == "python"):
         group = [*members]
@@ -336,13 +336,6 @@ def run_shell(text: str, folder: Path, name: str) -> None:
         )
         printed.seek(0)
         assert done.returncode == 0, f"{name}: {printed.read()}"
-
-
-def free_ports(count: int) -> list[str]:
-    """Ports that nobody listens at."""
-    with contextlib.ExitStack() as stack:
-        opened = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-        return [str(stack.enter_context(x).getsockname()[1]) for x in opened]
 
 
 def _pages() -> list[Any]:

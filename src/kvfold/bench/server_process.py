@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,11 +25,12 @@ REFUSAL = "kvfold: error: "  # how a line begins that says what is wrong with a 
 SET_PDEATHSIG = 1  # of Linux's prctl
 
 
-def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+def free_ports(count: int) -> list[int]:
+    """Ports of 127.0.0.1 that nobody listens on."""
+    with ExitStack() as stack:
+        local = "127.0.0.1", 0
+        opened = [stack.enter_context(socket.create_server(local)) for _ in range(count)]
+        return [x.getsockname()[1] for x in opened]
 
 
 class ServerProcess:
@@ -85,7 +86,7 @@ class ServerProcess:
         return task.result()
 
     def stop(self) -> None:
-        """End the server and all its processes. Deletes its log."""
+        """End the server and all its processes."""
         try:
             self.process.terminate()
             self.process.wait(STOPPING)
@@ -113,18 +114,17 @@ def running(
     """Context manager: a server that answers, which is stopped at the end. Its log stays where it
     has failed."""
     server = ServerProcess(words, url, environment)
+    failed = False
     try:
         server.wait_until_ready()
         yield server
     except ValueError:
-        server.stop()
+        failed = True
         raise
-    except BaseException:
+    finally:
         server.stop()
-        server.log.unlink(missing_ok=True)
-        raise
-    server.stop()
-    server.log.unlink(missing_ok=True)
+        if not failed:
+            server.log.unlink(missing_ok=True)
 
 
 def _answers(url: str) -> bool:

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +12,7 @@ from rich.table import Table
 from kvfold.cli import common
 from kvfold.cli.options import parse_list
 from kvfold.utils.files import write_json
+from kvfold.utils.versions import version_of
 
 Shape = Annotated[
     str,
@@ -55,15 +55,7 @@ def check_names(option: str, names: Sequence[str], legal: Sequence[str] | dict[s
 
 def versions(device: Any) -> dict[str, str | None]:
     """Versions of everything that decides the results, compilers of kernels included."""
-    return {**common.versions(device), "triton": installed("triton")}
-
-
-def installed(package: str) -> str | None:
-    """The version of a distribution; None if it is not installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    return {**common.versions(device), "triton": version_of("triton")}
 
 
 def empty_table(first: str, *rest: str) -> Table:

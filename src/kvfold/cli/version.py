@@ -3,7 +3,7 @@
 import platform
 
 from kvfold import __version__
-from kvfold.cli.bench_common import installed
+from kvfold.utils.versions import version_of
 
 PACKAGES = {  # the name that users know, and the distributions that provide it
     "torch": ("torch",),
@@ -18,13 +18,12 @@ def version() -> str:
     Imports none of them."""
     lines = {"kvfold": __version__, "Python": platform.python_version()}
     for name, distributions in PACKAGES.items():
-        versions = filter(None, map(installed, distributions))
-        lines[name] = next(versions, "not installed")
+        lines[name] = version_of(*distributions) or "not installed"
     return "\n".join(f"{name} {what}" for name, what in (lines | {"kernels:": kernels()}).items())
 
 
 def kernels() -> str:
     """The kernel compilers that are installed, with the device that each is for."""
-    versions = {name: installed(package) for name, (package, _) in KERNELS.items()}
+    versions = {name: version_of(package) for name, (package, _) in KERNELS.items()}
     compilers = [f"{name} {x} ({KERNELS[name][1]})" for name, x in versions.items() if x]
     return ", ".join(compilers) or "none, plain PyTorch runs instead"

@@ -97,13 +97,18 @@ def _install(package: str, tested: tuple[str, str]) -> str:
     return f'pip install "{package}>={tested[0]},<{major}.{minor + 1}"'
 
 
-def _installed(package: str) -> str:
-    for name in (package, f"{package}-cpu"):
+def version_of(*distributions: str) -> str | None:
+    """The version of the first of these distributions that is installed; None if none is."""
+    for name in distributions:
         try:
             return version(name)
         except PackageNotFoundError:
             continue
-    return "of an unknown version"
+    return None
+
+
+def _installed(package: str) -> str:
+    return version_of(package, f"{package}-cpu") or "of an unknown version"
 
 
 def _has(module: str, name: str) -> bool:
