@@ -7,8 +7,8 @@ from typing import Any
 from rich.table import Table
 
 from kvfold.bench.attention import AttentionResult, Registry, SkippedCase
-from kvfold.cli import bench_common as shared
 from kvfold.cli.bench_attention import Benchmark
+from kvfold.utils.versions import version_of
 from lab.baselines import BASELINES
 from lab.ceiling import Ceiling, measure_ceiling
 from lab.variants import VARIANTS, is_ablation
@@ -37,7 +37,7 @@ class LabBenchmark(Benchmark):
 
     def begin(self, device: Any, rounds: int) -> dict[str, Any]:
         entries = super().begin(device, rounds)
-        entries["versions"] |= {"flashinfer": shared.installed("flashinfer-python")}
+        entries["versions"] |= {"flashinfer": version_of("flashinfer-python")}
         self.ceiling = measure_ceiling(device, rounds)
         return entries | {"ceiling": asdict(self.ceiling)}
 
