@@ -26,7 +26,6 @@ import math
 import os
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -40,7 +39,15 @@ from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from kvfold.bench.synthetic_engine import WIDTHS
-from vllm_speed import MAPS, cache_options, capacity, device, write_config, write_maps
+from vllm_speed import (
+    MAPS,
+    cache_options,
+    capacity,
+    device,
+    model_folder,
+    write_config,
+    write_maps,
+)
 
 JOINING = 4  # sessions that read their first context at the same time
 WAIT = 20  # seconds after the counted time for turns that are not answered yet
@@ -285,8 +292,8 @@ def main() -> None:
     def out_of_time() -> bool:
         return time.perf_counter() - begin > options.limit
 
-    with tempfile.TemporaryDirectory() as folder:
-        model, maps = Path(folder) / "model", Path(folder) / "maps"
+    with model_folder(options.kind) as folder:
+        model, maps = folder / "model", folder / "maps"
         config = write_config(model, options.shape, options.kind, options.layers)
         if options.kind.startswith(MAPS):
             write_maps(maps, options.kind, config)

@@ -24,6 +24,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import statistics
 import tempfile
 import time
@@ -354,14 +355,27 @@ def capacity(llm: LLM) -> tuple[int, float]:
     return tokens, sum(x.size for x in found.kv_cache_tensors) / tokens
 
 
+@contextmanager
+def model_folder(kind: str) -> Iterator[Path]:
+    """Context manager: an empty folder for a model, the same for every run, as vLLM keeps what it
+    compiles by the model's folder."""
+    folder = Path(tempfile.gettempdir()) / f"kvfold-{kind}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
 def device() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
 def measure(given: argparse.Namespace, say: Say) -> None:
     begun = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        model, maps = Path(folder) / "model", Path(folder) / "maps"
+    with model_folder(given.kind) as folder:
+        model, maps = folder / "model", folder / "maps"
         config = write_config(model, given.shape, given.kind, given.layers)
         if given.kind.startswith(MAPS):
             write_maps(maps, given.kind, config)

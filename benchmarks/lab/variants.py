@@ -78,6 +78,7 @@ VARIANTS: dict[str, Variant] = {
     # What one pass reads fastest: no keys in 2 bits, value tiers of odd numbers of 16 bytes.
     "swift-4x-odd": planned(((32, 8), (96, 4)), ((144, 8), (416, 4), (64, 2))),
     "swift-4.6x-odd": planned(((128, 4),), ((144, 8), (416, 4), (64, 2))),
+    "swift-5.1x-odd": planned(((8, 8), (104, 4)), ((80, 8), (416, 4), (64, 2))),
     "swift-5.5x-odd": planned(((8, 8), (88, 4)), ((48, 8), (416, 4), (192, 2))),
     "swift-5.9x-odd": planned(((96, 4),), ((80, 8), (416, 4), (64, 2))),
     "swift-int4": planned(((128, 4),), ((608, 4),)),

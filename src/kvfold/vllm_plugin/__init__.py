@@ -3,6 +3,11 @@
 vLLM calls `register` in each of its processes, through the entry point `vllm.general_plugins`.
 """
 
+import os
+
+# What the user set, if anything: vLLM changes the variable when it compiles a model.
+KERNEL_FOLDER = os.environ.get("TRITON_CACHE_DIR")
+
 # Model type: class in `models`, whose name is registered as an architecture of vLLM.
 ARCHITECTURES = {
     "llama": "KVFoldLlamaForCausalLM",

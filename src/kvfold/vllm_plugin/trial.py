@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvfold.ops.common.compile_ahead import CompileAhead
+from kvfold.ops.common.compile_ahead import CompileAhead, keeping_kernels
+from kvfold.vllm_plugin import KERNEL_FOLDER
 from kvfold.vllm_plugin.blocks import BlockAttention
 from kvfold.vllm_plugin.log import logger
 
@@ -47,10 +48,15 @@ def check_attention(attention: BlockAttention, layers: "Sequence[CachedImpl]") -
 def compile_kernels(
     attention: BlockAttention, layers: "Sequence[CachedImpl]", max_num_decodes: int
 ) -> None:
-    """Compile in parallel what steps of up to `max_num_decodes` decoding requests need."""
+    """Compile in parallel what steps of up to `max_num_decodes` decoding requests need.
+
+    vLLM has a folder for kernels for each of its configurations, the model's path among them. These
+    kernels depend on none of it, and are kept where Triton keeps others.
+    """
     distinct = {attention.kinds.get(x.maps.index, x): x for x in layers}
     begun = time.monotonic()
-    with CompileAhead(attention.view.device) as ahead:
+    kept = keeping_kernels(KERNEL_FOLDER)
+    with kept, CompileAhead(attention.view.device) as ahead:
         attention.warm_up(max_num_decodes)
         run_layers(attention, list(distinct.values()))
         if ahead.futures:

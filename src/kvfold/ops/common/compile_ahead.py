@@ -11,7 +11,7 @@ Most of a compilation is MLIR, LLVM, NVRTC and ptxas, which run beside each othe
 import contextlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
 from types import TracebackType
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 MOST_THREADS = 32
+TRITON_FOLDER = "TRITON_CACHE_DIR"  # an environment variable
 
 _thread = threading.local()
 
@@ -76,6 +77,38 @@ class CompileAhead:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             torch.cuda.synchronize()  # which makes its context that of this thread
+
+
+@contextlib.contextmanager
+def keeping_kernels(folder: str | None) -> Iterator[None]:
+    """Context manager: kernels are looked up and stored in this folder, by default Triton's own,
+    unless it cannot be written."""
+    before = os.environ.get(TRITON_FOLDER)
+    _set_folder(folder)
+    if not _can_be_written():
+        _set_folder(before)
+    try:
+        yield
+    finally:
+        _set_folder(before)
+
+
+def _can_be_written() -> bool:
+    """Whether Triton's folder exists or can be made, and takes files."""
+    from triton import knobs
+
+    try:
+        os.makedirs(knobs.cache.dir, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(knobs.cache.dir, os.W_OK)
+
+
+def _set_folder(folder: str | None) -> None:
+    if folder is None:
+        os.environ.pop(TRITON_FOLDER, None)
+    else:
+        os.environ[TRITON_FOLDER] = folder
 
 
 def compiling_ahead() -> CompileAhead | None:
