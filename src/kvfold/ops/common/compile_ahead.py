@@ -95,11 +95,11 @@ def keeping_kernels(folder: str | None) -> Iterator[None]:
 
 def _can_be_written() -> bool:
     """Whether Triton's folder exists or can be made, and takes files."""
-    from triton import knobs
-
     try:
+        from triton import knobs
+
         os.makedirs(knobs.cache.dir, exist_ok=True)
-    except OSError:
+    except (ImportError, OSError):  # without Triton nothing is compiled
         return False
     return os.access(knobs.cache.dir, os.W_OK)
 
