@@ -55,8 +55,7 @@ def compile_kernels(
     """
     distinct = {attention.kinds.get(x.maps.index, x): x for x in layers}
     begun = time.monotonic()
-    kept = keeping_kernels(KERNEL_FOLDER)
-    with kept, CompileAhead(attention.view.device) as ahead:
+    with keeping_kernels(KERNEL_FOLDER), CompileAhead(attention.view.device) as ahead:
         attention.warm_up(max_num_decodes)
         run_layers(attention, list(distinct.values()))
         if ahead.futures:
