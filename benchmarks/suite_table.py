@@ -1,0 +1,188 @@
+"""Published benchmarks of one model with many caches, each paired with the uncompressed model.
+
+    python benchmarks/suite_table.py reference:qwen2.5-coder-1.5b --folder made --beside 4 \\
+        --suites ruler math=gsm8k-test.jsonl --set suite-length=4096 suite-rows=20 --json qwen.json
+
+Runs the commands that a user would: `kvfold compress` where a setting needs it, then `kvfold eval`
+with the suites. --beside: so many settings at a time, which share the device; seconds then say
+nothing. What the folder already has is kept, so a run that was cut off goes on. A setting that
+fails is reported with the last line of its output, and the others run on.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvfold.evaluation.suites.run import SuiteResult, changes
+from kvfold.utils.files import finite, write_json
+
+KVFOLD = (sys.executable, "-m", "kvfold")
+QUARTER = ("--keep-tokens", "0.25")
+AFTER = ("--set", "question=after")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """compress: arguments of `kvfold compress`; none: the model itself. cache: of `kvfold eval`."""
+
+    compress: tuple[str, ...] = ()
+    cache: tuple[str, ...] = ()
+
+    @property
+    def folded(self) -> bool:
+        return "--fold" in self.compress
+
+
+def planned(recipe: str, factor: int, *more: str) -> Setting:
+    return Setting(("--recipe", recipe, "--factor", str(factor), *more))
+
+
+def published(recipe: str) -> Setting:
+    return Setting(("--fold", "--recipe", recipe, "--set", "keep=0.5"))
+
+
+def evicted(policy: str, *more: str) -> Setting:
+    return Setting(cache=("--evict", policy, *QUARTER, *more))
+
+
+FOR_SPEED = ("--set", "prefer=speed")
+SETTINGS = {
+    "original": Setting(),
+    "bits-8": Setting(cache=("--bits", "8")),
+    "bits-4": Setting(cache=("--bits", "4")),
+    "swift-4x": planned("swift", 4, *FOR_SPEED),
+    "swift-5x": planned("swift", 5, *FOR_SPEED),
+    "small-4x": planned("small", 4),
+    "small-6x": planned("small", 6),
+    "small-8x": planned("small", 8),
+    "kivi-4": Setting(cache=("--bits", "4", "--set", "format=kivi")),
+    "kivi-2": Setting(cache=("--bits", "2", "--set", "format=kivi")),
+    "palu-j": published("palu-j"),
+    "zack": published("zack"),
+    "snapkv-before": evicted("snapkv"),
+    "snapkv-after": evicted("snapkv", *AFTER),
+    "kvzip-before": evicted("kvzip"),
+    "kvzip-after": evicted("kvzip", *AFTER),
+}
+
+
+class Failed(Exception):
+    """A command ended with an error."""
+
+
+class Table:
+    """The rows of one run. Files of a setting in --folder: NAME (maps or a checkpoint), NAME.json
+    and NAME.log."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self.given, self.folder = given, given.folder
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def made(self, name: str) -> Path:
+        return self.folder / name
+
+    def results(self, name: str) -> Path:
+        return self.folder / f"{name}.json"
+
+    def command(self, name: str, *arguments: str) -> None:
+        with open(self.folder / f"{name}.log", "ab") as log:
+            code = subprocess.call((*KVFOLD, *arguments), stdout=log, stderr=log)
+        if code:
+            lines = (self.folder / f"{name}.log").read_text("utf-8", "replace").split("\n")
+            raise Failed(next(line for line in reversed(lines) if line.strip()))
+
+    def run(self, name: str) -> str | None:
+        """Compress and ask, unless that was done before. Returns why it failed, if it did."""
+        setting, given = SETTINGS[name], self.given
+        more = [x for pair in given.set for x in ("--set", pair)]
+        try:
+            if setting.compress and not self.made(name).exists():
+                output = ("--output", str(self.made(name)))
+                self.command(name, "compress", given.model, *output, *setting.compress)
+            if not self.results(name).exists():
+                model = str(self.made(name)) if setting.folded else given.model
+                maps = setting.compress and not setting.folded
+                suites = ("--suite", ",".join(given.suites))
+                self.command(
+                    name,
+                    *("eval", model, *suites, *more, *setting.cache),
+                    *(("--maps", str(self.made(name))) if maps else ()),
+                    *("--json", str(self.results(name))),
+                )
+        except Failed as failed:
+            return str(failed)
+        return None
+
+    def rows(self, names: Sequence[str]) -> list[dict[str, Any]]:
+        """Scores and changed answers of every suite, of the settings that were asked."""
+        found = {x: json.loads(self.results(x).read_text("utf-8")) for x in names}
+        before = self.suites(found["original"])
+        return [
+            {"setting": name, "suite": suite} | row(before[suite], result)
+            for name, data in found.items()
+            for suite, result in self.suites(data).items()
+        ]
+
+    @staticmethod
+    def suites(data: dict[str, Any]) -> dict[str, SuiteResult]:
+        return {x: SuiteResult.from_record(record) for x, record in data["suites"].items()}
+
+
+def row(before: SuiteResult, after: SuiteResult) -> dict[str, Any]:
+    """What a setting's answers to a suite show: scores in [0, 1], and which questions changed."""
+    paired = changes(before, after)
+    record = after.record()
+    kept = ("questions", "right", "score", "score_se", "groups", "errors", "num_tokens")
+    return {x: record[x] for x in kept} | {
+        "difference": paired.difference,
+        "difference_se": paired.difference_se,
+        "worse": list(paired.worse),
+        "better": list(paired.better),
+        "same_texts": paired.same_texts,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("model")
+    parser.add_argument("--folder", type=Path, required=True, help="maps, results, logs")
+    parser.add_argument("--suites", nargs="+", default=["ruler"], help="of `kvfold eval --suite`")
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--set", nargs="*", default=[], help="of `kvfold eval`, NAME=VALUE")
+    parser.add_argument("--beside", type=int, default=1, help="settings at a time")
+    parser.add_argument("--json", type=Path, help="file for the rows")
+    given = parser.parse_args()
+    table, names = Table(given), list(dict.fromkeys(["original", *given.settings]))
+    failed = dict[str, str]()
+    with ThreadPoolExecutor(given.beside) as pool:
+        for name, why in zip(names, pool.map(table.run, names), strict=True):
+            if why is not None:
+                failed[name] = why
+            print(f"{name}: {why or 'done'}", flush=True)
+    if "original" in failed:
+        raise SystemExit(f"no row can be compared: {failed['original']}")
+    rows = table.rows([x for x in names if x not in failed])
+    for found in rows:
+        error = found["difference_se"]
+        print(
+            f"{found['setting']:14} {found['suite']:9} {100 * found['score']:5.1f} %, "
+            f"{100 * found['difference']:+.1f} points"
+            + ("" if error is None else f" +- {100 * error:.1f}")
+            + f", worse {len(found['worse'])}, better {len(found['better'])}"
+        )
+    if given.json:
+        versions = json.loads(table.results("original").read_text("utf-8"))["versions"]
+        about = {"model": given.model, "suites": given.suites, "set": given.set}
+        write_json(
+            given.json, finite(about | {"versions": versions, "failed": failed, "rows": rows})
+        )
+
+
+if __name__ == "__main__":
+    main()
