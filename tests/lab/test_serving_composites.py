@@ -4,6 +4,7 @@ it."""
 import json
 import sys
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,23 @@ import torch
 
 pytest.importorskip("aiohttp", reason='needs pip install "kvfold[load]"')
 
+import results_tables
 import serving_composites as script
+from kvfold.attention.backend import Task
+from kvfold.attention.base import LayerShape
+from kvfold.attention.selector import HYBRID, select
+from kvfold.attention.selector import PLAIN as PLAIN_BACKENDS
 from kvfold.bench.server_process import ServerProcess, free_ports
 from kvfold.bench.synthetic_engine import config_of, random_folded
 from kvfold.bench.variants import SHAPES
 from kvfold.cache.eviction import policies
+from kvfold.cache.eviction.policy import Policy
 from kvfold.cli.methods import PUBLISHED
 from kvfold.config import CacheConfig
 from kvfold.engine.api.llm import LLM
 from kvfold.engine.requests.params import SamplingParams
 from kvfold.engine.runner.build import layout_of
+from kvfold.layout.pages import CacheLayout
 from lab.composites import METHODS, PLAIN, TWO_WIDTHS, method_of, spec_of, word_tokenizer
 
 RESULTS = Path(script.__file__).parent / "results"
@@ -33,8 +41,8 @@ SMALL = ["--shape", "tiny", "--device", "cpu", "--requests", "3", "--input", "60
 def llm_of(name: str) -> LLM:
     """An engine with a method's cache."""
     model = random_folded("tiny", spec_of(name, "tiny"), torch.device("cpu"))
-    cache = method_of(name)[1].config() or CacheConfig()
-    settings = asdict(cache) | {"kv_bytes": 2**20}
+    stored = method_of(name)[1].config() or CacheConfig()
+    settings = asdict(stored) | {"kv_bytes": 2**20}
     tokenizer = word_tokenizer(model.config.vocab_size)
     return LLM(model, owned=True, tokenizer=tokenizer, max_tokens=256, max_sequences=2, **settings)
 
@@ -65,13 +73,18 @@ def test_a_method_is_served_from_its_own_pages(name: str) -> None:
         assert compressions.num_evicted == pytest.approx(2 * 150 * (1 - kept), abs=32)
 
 
-def share_of(name: str) -> float:
-    """The share of an uncompressed token's bytes that one of Llama-3.1-8B's shape takes."""
+@cache
+def layout_and_policy(name: str) -> tuple[CacheLayout, Policy | None]:
+    """Of Llama-3.1-8B's shape on a GPU."""
     config, spec = config_of("llama-3.1-8b"), spec_of(name, "llama-3.1-8b")
-    cache = method_of(name)[1].config() or CacheConfig()
-    policy = policies.get(cache.evict) if cache.evict else None
-    layout = layout_of(config, spec, cache, policy, 2, "cuda")
-    return layout.bits_per_token / 16 / SHAPES["llama-3.1-8b"].full_numbers
+    stored = method_of(name)[1].config() or CacheConfig()
+    policy = policies.get(stored.evict) if stored.evict else None
+    return layout_of(config, spec, stored, policy, 2, "cuda"), policy
+
+
+def share_of(name: str) -> float:
+    """The share of an uncompressed token's bytes that one takes."""
+    return layout_and_policy(name)[0].bits_per_token / 16 / SHAPES["llama-3.1-8b"].full_numbers
 
 
 def test_a_token_is_as_small_as_where_quality_was_measured() -> None:
@@ -101,6 +114,43 @@ def test_layouts_are_those_of_the_recipes() -> None:
 def test_the_quality_of_every_method_is_stored() -> None:
     """Settings are those of the tables of quality, whose rows have their names."""
     assert {x for x in METHODS if x in PUBLISHED} <= QUALITY.keys()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_table_says_what_decodes_on_a_gpu(name: str) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    layout, policy = layout_and_policy(name)
+    task = Task(
+        decode=True,
+        observed=policy is not None,
+        device_type="cuda",
+        dtype=torch.bfloat16,
+        needs_weights=policy is not None and policy.scorer.needs_weights,
+    )
+    layer, geometry = layout.spec.layers[0], layout.spec.geometry
+    shape = LayerShape(index=0, spec=layer, geometry=geometry, window=None, fixed_rope=True)
+    groups = layout.groups_of_layer(0)
+    if layout.low_rank:
+        groups += layout.low_rank.groups_of_layer(0)
+    chosen = select(shape, groups, task, HYBRID if layout.low_rank else None).backend
+    (line,) = (x for x in results_tables.composites().splitlines() if f"| {labelled(name)}" in x)
+    assert ("| plain PyTorch |" in line) == (chosen in PLAIN_BACKENDS), chosen
+
+
+def labelled(name: str) -> str:
+    halves = {f"{x} .5": f"{x.upper()}, half of the dimensions" for x in ("zack", "zdc")}
+    return f"{halves.get(name, name)} |"
+
+
+def test_times_stand_in_the_table_once_they_are_measured(monkeypatch) -> None:
+    assert "| not measured | not measured |" in results_tables.composites()
+    times = {"ttft_ms": {"mean": 1234.5}, "tbt_ms": {"mean": 12.34}, "jct_ms": {"mean": 2345.6}}
+    row = times | {"method": "H2O-ZDC", "load": "together", "completed": 12, "requests": 12}
+    late = {**row, "load": "alone", "tbt_ms": None, "completed": 2, "requests": 3}
+    known = {results_tables.COMPOSITES: {"rows": [row, late]}}
+    monkeypatch.setattr(results_tables.CLAIMS, "_results", results_tables.CLAIMS._results | known)
+    (line,) = (x for x in results_tables.composites().splitlines() if "| H2O-ZDC |" in x)
+    assert line.endswith("| 1,234, 12.3, 2,346 | 1,234, –, 2,346 (2 of 3 done) |")
 
 
 # -- a stub in the servers' place ------------------------------------------------------------------
