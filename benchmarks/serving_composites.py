@@ -52,18 +52,18 @@ STATES = "kvfold:pool_bytes", "vllm:num_requests_running", "vllm:num_preemptions
 class Script:
     """Measures methods, and writes what it has measured."""
 
-    def __init__(self, given: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace) -> None:
         from kvfold.bench.synthetic_engine import WIDTHS
         from kvfold.cli.bench_common import versions
 
-        self.given, self.end = given, time.monotonic() + given.seconds
-        settings = {**vars(given), "json": given.json.name}
-        about = settings, versions(given.device)
-        self.results = Results(given.json, "serving composites", *about, ("rows", "failed"))
+        self.options, self.end = options, time.monotonic() + options.seconds
+        settings = {**vars(options), "json": options.json.name}
+        about = settings, versions(options.device)
+        self.results = Results(options.json, "serving composites", *about, ("rows", "failed"))
         self.rows: list[dict[str, Any]] = self.results.by_kind["rows"]
-        if given.json.exists():
-            self.go_on(json.loads(given.json.read_text(encoding="utf-8")))
-        rng, size = random.Random(0), WIDTHS[given.shape][-1]
+        if options.json.exists():
+            self.go_on(json.loads(options.json.read_text(encoding="utf-8")))
+        rng, size = random.Random(0), WIDTHS[options.shape][-1]
         self.text = " ".join(word(rng.randrange(size)) for _ in range(20_000))
 
     def go_on(self, known: dict[str, Any]) -> None:
@@ -73,7 +73,7 @@ class Script:
                 old, new = known[kind][name], self.results.metadata[kind][name]
                 if old != new:
                     raise SystemExit(
-                        f"{self.given.json} has rows of {name} {old}, and this is {new}: give"
+                        f"{self.options.json} has rows of {name} {old}, and this is {new}: give"
                         " another --json"
                     )
         self.rows += known["rows"]
@@ -88,9 +88,9 @@ class Script:
         return [load for load in LOADS if load not in done]
 
     def run(self) -> None:
-        names = [x for x in self.given.methods or METHODS if self.missing(x)]
-        for first in range(0, len(names), self.given.together):
-            beside = names[first : first + self.given.together]
+        names = [x for x in self.options.methods or METHODS if self.missing(x)]
+        for first in range(0, len(names), self.options.together):
+            beside = names[first : first + self.options.together]
             if self.left > 0:
                 self.measure_all(beside)
             else:
@@ -112,19 +112,19 @@ class Script:
                 server.log.unlink(missing_ok=True)
 
     def start(self, name: str) -> ServerProcess:
-        given, (port,) = self.given, free_ports(1)
+        options, (port,) = self.options, free_ports(1)
         flags = EngineFlags(
             engine="kvfold",
             size=EngineSize(
-                max_sequences=given.requests,
-                max_tokens=given.input + given.output,
+                max_sequences=options.requests,
+                max_tokens=options.input + options.output,
                 no_prefix_caching=True,
             ),
-            storage=replace(method_of(name)[1], kv_bytes=given.kv_bytes),
-            place=Place(device=given.device),
+            storage=replace(method_of(name)[1], kv_bytes=options.kv_bytes),
+            place=Place(device=options.device),
         )
-        words = flags.words(f"{RANDOM}{given.shape}", port)[3:]
-        server = [sys.executable, composites.__file__, name, given.shape, given.device]
+        words = flags.words(f"{RANDOM}{options.shape}", port)[3:]
+        server = [sys.executable, composites.__file__, name, options.shape, options.device]
         return ServerProcess([*server, *words], f"http://127.0.0.1:{port}", {})
 
     def is_ready(self, name: str, server: ServerProcess) -> bool:
@@ -137,27 +137,27 @@ class Script:
         return True
 
     def measure(self, name: str, load: str, server: ServerProcess) -> None:
-        given, alone, seconds = self.given, load == "alone", min(MOST, self.left)
+        options, alone, seconds = self.options, load == "alone", min(MOST, self.left)
         if seconds <= 1:
             self.fail(name, f"{load}: no time was left")
             return
         traffic = Traffic(
-            requests=1 if alone else given.requests,
+            requests=1 if alone else options.requests,
             questions=3 if alone else 1,
-            input_tokens=given.input,
-            output_tokens=given.output,
+            input_tokens=options.input,
+            output_tokens=options.output,
         )
         client = ClientFlags(warmup=0 if alone else WARM, seconds=seconds)
         target = Target(server.url, server)
         test = LoadTest(target, None, client, traffic, Goals(), [inf], self.text)
-        found = Results(None, "serve", {"label": None}, {}, ("rows", "answers"))
+        report = Results(None, "serve", {"label": None}, {}, ("rows", "answers"))
         peaks: dict[str, float] = {}
         try:
-            asyncio.run(target.during(watched(server.url, peaks, test.measure(found))))
+            asyncio.run(target.during(watched(server.url, peaks, test.measure(report))))
         except (ValueError, OSError) as error:
             self.fail(name, f"{load}: {error}")
             return
-        (row,) = found.by_kind["rows"]
+        (row,) = report.by_kind["rows"]
         if row["completed"] < row["requests"] and seconds < MOST:
             self.fail(name, f"{load}: not done in the {seconds:.0f} s that were left")
             return
@@ -223,14 +223,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--kv-bytes", type=int, default=1_700_000_000)
     add("--seconds", type=float, default=460.0, help="most of the whole run")
     add("--together", type=int, help="servers that get ready side by side; by default as fit")
-    given = parser.parse_args(arguments)
-    if given.together is None:
+    options = parser.parse_args(arguments)
+    if options.together is None:
         import torch
 
-        cuda = given.device.startswith("cuda")
-        size = torch.cuda.get_device_properties(given.device).total_memory if cuda else 0
-        given.together = max(1, int(size / SERVER))
-    Script(given).run()
+        cuda = options.device.startswith("cuda")
+        size = torch.cuda.get_device_properties(options.device).total_memory if cuda else 0
+        options.together = max(1, int(size / SERVER))
+    Script(options).run()
 
 
 if __name__ == "__main__":

@@ -392,19 +392,19 @@ def composites() -> str:
     def cell(name: str, load: str) -> str:
         if (row := times.get((name, load))) is None:
             return "not measured"
-        each = [row[key] and row[key]["mean"] for key in ("ttft_ms", "tbt_ms", "jct_ms")]
-        digits = zip(each, (0, 1, 0), strict=True)
+        means = [row[key] and row[key]["mean"] for key in ("ttft_ms", "tbt_ms", "jct_ms")]
+        digits = zip(means, (0, 1, 0), strict=True)
         shown = ", ".join("–" if x is None else f"{x:,.{n}f}" for x, n in digits)
         done = row["completed"], row["requests"]
         return shown + (f" ({done[0]} of {done[1]} done)" if done[0] < done[1] else "")
 
     def line(name: str) -> list[str]:
         pytorch = name.startswith(("Keyformer", "GEAR", "KVQuant"))
-        kept, *lost = quality_of(name)
+        share, *losses = quality_of(name)
         label = name.replace(" .5", ", half of the dimensions").replace("zack", "ZACK")
         label = label.replace("zdc", "ZDC") + mark(COMPOSITES, name)
         loads = (cell(name, load) for load in ("together", "alone"))
-        return [label, kept, "plain PyTorch" if pytorch else "kernels", *lost, *loads]
+        return [label, share, "plain PyTorch" if pytorch else "kernels", *losses, *loads]
 
     head = ["method", "kept", "decoded by", "`reference:gqa`", "SmolLM2", "12 together", "alone"]
     names = ["uncompressed", "zack .5", "zdc .5", "ZDC, two widths", "int4", "H2O", "H2O-ZDC"]

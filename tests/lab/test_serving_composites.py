@@ -116,8 +116,14 @@ def test_the_quality_of_every_method_is_stored() -> None:
     assert {x for x in METHODS if x in PUBLISHED} <= QUALITY.keys()
 
 
+@pytest.fixture
+def unmeasured(monkeypatch) -> None:
+    """The table has no file of times."""
+    monkeypatch.setattr(results_tables, "COMPOSITES", "none")
+
+
 @pytest.mark.parametrize("name", METHODS)
-def test_the_table_says_what_decodes_on_a_gpu(name: str) -> None:
+def test_the_table_says_what_decodes_on_a_gpu(name: str, unmeasured) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     layout, policy = layout_and_policy(name)
     task = Task(
@@ -142,7 +148,7 @@ def labelled(name: str) -> str:
     return f"{halves.get(name, name)} |"
 
 
-def test_times_stand_in_the_table_once_they_are_measured(monkeypatch) -> None:
+def test_times_stand_in_the_table_once_they_are_measured(monkeypatch, unmeasured) -> None:
     assert "| not measured | not measured |" in results_tables.composites()
     times = {"ttft_ms": {"mean": 1234.5}, "tbt_ms": {"mean": 12.34}, "jct_ms": {"mean": 2345.6}}
     row = times | {"method": "H2O-ZDC", "load": "together", "completed": 12, "requests": 12}
@@ -173,39 +179,39 @@ def stubs(monkeypatch) -> list[str]:
 
 
 def test_rows_are_written_and_kept(stubs: list[str], tmp_path: Path, capsys) -> None:
-    path = tmp_path / "found.json"
+    path = tmp_path / "times.json"
     call = [*SMALL, "--json", str(path), "--together", "2"]
     script.main([*call, "--methods", "int4", "H2O-ZDC"])
-    found = json.loads(path.read_text())
-    assert [(x["method"], x["load"]) for x in found["rows"]] == [
+    report = json.loads(path.read_text())
+    assert [(x["method"], x["load"]) for x in report["rows"]] == [
         ("H2O-ZDC", "together"),
         ("H2O-ZDC", "alone"),
     ]
-    together, alone = found["rows"]
+    together, alone = report["rows"]
     assert together["completed"] == alone["completed"] == 3
     assert together["settings"] == "zdc .5 --evict h2o --keep-tokens .5 --page 16"
-    for row in found["rows"]:
+    for row in report["rows"]:
         assert 0 < row["ttft_ms"]["mean"] <= row["jct_ms"]["mean"] and row["tbt_ms"]["mean"] >= 0
-    (failed,) = found["failed"]
+    (failed,) = report["failed"]
     assert failed == {"method": "int4", "why": "--bits must be one of 16, 8"}
-    assert found["settings"]["kv_bytes"] == 1_700_000_000 and found["versions"]["torch"]
+    assert report["settings"]["kv_bytes"] == 1_700_000_000 and report["versions"]["torch"]
     assert "H2O-ZDC together ttft_ms" in capsys.readouterr().out
 
     script.main([*call, "--methods", "H2O-ZDC", "zdc .5"])
     again = json.loads(path.read_text())
     assert stubs == ["int4", "H2O-ZDC", "zdc .5"], "what is there is not measured again"
-    assert again["rows"][:2] == found["rows"] and len(again["rows"]) == 4
+    assert again["rows"][:2] == report["rows"] and len(again["rows"]) == 4
     with pytest.raises(SystemExit, match="has rows of output 6, and this is 7"):
         script.main([*call, "--output", "7"])
 
 
 def test_what_time_does_not_suffice_for_is_told(stubs: list[str], tmp_path: Path) -> None:
-    path = tmp_path / "found.json"
+    path = tmp_path / "times.json"
     words = [*SMALL, "--json", str(path), "--seconds", "0", "--methods", PLAIN, "H2O"]
     script.main([*words, "--together", "2"])
-    found = json.loads(path.read_text())
-    assert not stubs and not found["rows"]
-    assert found["failed"] == [{"method": "uncompressed, H2O", "why": "no time was left"}]
+    report = json.loads(path.read_text())
+    assert not stubs and not report["rows"]
+    assert report["failed"] == [{"method": "uncompressed, H2O", "why": "no time was left"}]
 
 
 def test_the_state_of_a_server_is_read() -> None:
@@ -223,12 +229,12 @@ def test_the_state_of_a_server_is_read() -> None:
 
 @pytest.mark.slow  # servers that start
 def test_servers_are_measured(tmp_path: Path) -> None:
-    path = tmp_path / "found.json"
+    path = tmp_path / "times.json"
     more = ["--kv-bytes", "40000", "--methods", PLAIN, "H2O-ZDC", "--together", "2"]
     script.main([*SMALL, *more, "--json", str(path)])
-    found = json.loads(path.read_text())
-    assert not found["failed"] and len(found["rows"]) == 4
-    rows = {(x["method"], x["load"]): x for x in found["rows"]}
+    report = json.loads(path.read_text())
+    assert not report["failed"] and len(report["rows"]) == 4
+    rows = {(x["method"], x["load"]): x for x in report["rows"]}
     assert all(x["completed"] == 3 for x in rows.values())
     plain, composite = (rows[x, "alone"]["server"] for x in (PLAIN, "H2O-ZDC"))
     assert plain["bits"] == "256 B (1.00x smaller)" and "tokens kept" not in plain
