@@ -16,7 +16,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from claims import CLAIM, ROOT, ClaimError, Claims, extent, percent
+from claims import CLAIM, ROOT, STEPS, ClaimError, Claims, extent, percent
 
 PAGES = (
     "README.md",
@@ -26,6 +26,7 @@ PAGES = (
     "docs/lm-eval.md",
     "docs/recipes.md",
     "docs/start.md",
+    "docs/lab/composites.md",
     *(f"docs/papers/{name}.md" for name in ("kv-compress", "lorc", "palu", "zack", "zdc")),
 )
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -378,8 +379,83 @@ def throughput() -> str:
     )
 
 
+COMPOSITES = "serving-composites-8b"  # of benchmarks/serving_composites.py
+
+
+def composites() -> str:
+    """Times of ZACK, ZDC and their composites through the server, beside what they lose."""
+    try:
+        times = {(x["method"], x["load"]): x for x in results(COMPOSITES)["rows"]}
+    except ClaimError:  # nothing was measured yet
+        times = {}
+
+    def cell(name: str, load: str) -> str:
+        if (row := times.get((name, load))) is None:
+            return "not measured"
+        means = [row[key] and row[key]["mean"] for key in ("ttft_ms", "tbt_ms", "jct_ms")]
+        digits = zip(means, (0, 1, 0), strict=True)
+        shown = ", ".join("–" if x is None else f"{x:,.{n}f}" for x, n in digits)
+        done = row["completed"], row["requests"]
+        return shown + (f" ({done[0]} of {done[1]} done)" if done[0] < done[1] else "")
+
+    def line(name: str) -> list[str]:
+        pytorch = name.startswith(("Keyformer", "GEAR", "KVQuant"))
+        share, *losses = quality_of(name)
+        label = name.replace(" .5", ", half of the dimensions").replace("zack", "ZACK")
+        label = label.replace("zdc", "ZDC") + mark(COMPOSITES, name)
+        loads = (cell(name, load) for load in ("together", "alone"))
+        return [label, share, "plain PyTorch" if pytorch else "kernels", *losses, *loads]
+
+    head = ["method", "kept", "decoded by", "`reference:gqa`", "SmolLM2", "12 together", "alone"]
+    names = ["uncompressed", "zack .5", "zdc .5", "ZDC, two widths", "int4", "H2O", "H2O-ZDC"]
+    names += ["Keyformer", "Keyformer-Z", "GEAR 4 bits", "GEAR-ZDC 4 bits", "GEAR-ZDC 2 bits"]
+    return markdown(head, map(line, [*names, "KVQuant 4 bits", "KVQuant-Z 4 bits"]))
+
+
+def quality_of(name: str) -> tuple[str, str, str]:
+    """What is kept with a method's setting, and what it loses on Wikipedia with reference:gqa and
+    with SmolLM2 (nats)."""
+    nats = STEPS["nats"]
+    if name == "uncompressed":
+        return "1", "0", "0"
+    if name == "ZDC, two widths":
+        report, text = results("hybrid-gqa"), "wiki-heldout"
+        setting = "ZDC (0.0, 0.0) (0.5, 0.5) 0.2..0.6"
+        (row,) = (x["texts"][text] for x in report["rows"] if x["name"] == setting)
+        return nats(row["kept_fraction"]), nats(row["nll"] - report["whole"][text]["nll"]), "–"
+    if name in ("zack .5", "zdc .5"):
+        recipe = name.split()[0]
+        (row,) = (x for x in results("quality-gqa")["rows"] if is_half(x, recipe))
+        gqa = nats(row["delta_nll"]["wiki-heldout"][0]) + CLAIMS.mark("quality-gqa", recipe, "0.5")
+        smollm2 = lost("quality-smollm2", "zack 0.5") if recipe == "zack" else "–"
+        return nats(row["kept_fraction"]), gqa, smollm2
+    (row,) = (x for x in results("papers-gqa")["rows"] if x["name"] == name)
+    return nats(row["kept_fraction"]), lost("papers-gqa", name), lost("papers-smollm2", name)
+
+
+def is_half(row: Row, recipe: str) -> bool:
+    return (row["recipe"], row["keep"]) == (recipe, 0.5)
+
+
+def lost(file: str, name: str) -> str:
+    """What a setting loses on Wikipedia (nats), with its mark."""
+    if all(x["name"] != name for x in results(file)["rows"]):
+        return "–"
+    return STEPS["nats"](CLAIMS.lost(file, name, "wiki-heldout")) + CLAIMS.mark(file, name)
+
+
 QUALITY = (qwen, answers, smollm2, lm_eval, published, eviction)
-SPEED = (vllm, qwen_steps, engine_steps, trace, agents, documents, vllm_start, throughput)
+SPEED = (
+    vllm,
+    qwen_steps,
+    engine_steps,
+    trace,
+    agents,
+    documents,
+    vllm_start,
+    throughput,
+    composites,
+)
 TABLES: dict[str, Callable[[], str]] = {table.__name__: table for table in (*QUALITY, *SPEED)}
 
 

@@ -51,13 +51,15 @@ class ServerProcess:
                 preexec_fn=_end_with_parent if sys.platform == "linux" else None,
             )
 
-    def wait_until_ready(self) -> None:
-        """Wait until the server answers. Raises ValueError if it ends before, or takes READY."""
-        end = time.monotonic() + READY
+    def wait_until_ready(self, most: float | None = None) -> None:
+        """Wait until the server answers. Raises ValueError if it ends before, or takes more than
+        `most` seconds (None: READY)."""
+        most = READY if most is None else most
+        end = time.monotonic() + most
         while not _answers(f"{self.url}/health"):
             self.check("before it answered")
             if time.monotonic() > end:
-                raise self._error(f"does not answer after {READY:g} s")
+                raise self._error(f"does not answer after {most:g} s")
             time.sleep(POLL)
         self.check("before it answered")  # if another process answers at this port
 

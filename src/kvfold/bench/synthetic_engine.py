@@ -17,6 +17,7 @@ from kvfold.engine.requests.request import CacheParams, SamplingParams
 from kvfold.engine.runner.build import build_runner
 from kvfold.engine.runner.runner import ModelRunner
 from kvfold.hub.checkpoint import mark
+from kvfold.layout import CacheSpec
 from kvfold.layout.pages import CacheLayout
 from kvfold.models.families import family_of
 
@@ -50,13 +51,18 @@ def config_of(shape: str) -> LlamaConfig:
 def random_model(shape: str, variant: Variant | None, device: torch.device) -> Any:
     """A Llama of that shape with random weights in DTYPE: plain, or folded to store what a variant
     keeps."""
-    geometry, config = SHAPES[shape], config_of(shape)
-    spec = variant_layout(geometry, variant).spec if variant else None
+    spec = variant_layout(SHAPES[shape], variant).spec if variant else None
+    return random_folded(shape, spec, device)
+
+
+def random_folded(shape: str, spec: CacheSpec | None, device: torch.device) -> Any:
+    """The same, folded to store what a spec says; None: plain."""
+    config = config_of(shape)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=DTYPE)
         if spec is not None:
             family = family_of(config)
-            for index in range(geometry.num_layers):
+            for index in range(spec.geometry.num_layers):
                 family.swap(model, spec, index)
     model.to_empty(device=device)
     rotary = model.model.rotary_emb
