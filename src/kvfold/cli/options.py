@@ -238,7 +238,7 @@ class SizeFlags:
             budget=self.budget,
             factor=self.factor,
             bytes_per_token=self.bytes_per_token,
-            hybrid=text if text is None or "<" in text else Ratios.parse(text),
+            hybrid=text if text is None or {*text} & {*"<>"} else Ratios.parse(text),
             levels=parse_levels(self.levels),
             prefer=self.prefer,
             layouts=self.layouts,
