@@ -254,7 +254,7 @@ SIZES = {
         "or leave --set tasks out"
     ),
     "kvfold compress reference:gqa --fold --set hybrid=accuracy>=0.99 --output new": (
-        "--set hybrid=accuracy>=0.99 is not of the form 'ppl<=RATIO' with a ratio of at least 1 to "
+        "--set hybrid accuracy>=0.99 is not of the form 'ppl<=RATIO' with a ratio of at least 1 to "
         "the original's perplexity; for 1 % more write 'ppl<=1.01'"
     ),
     "kvfold compress reference:gqa --set hybrid=narrow=0.5 --output new": (
