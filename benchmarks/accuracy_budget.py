@@ -41,6 +41,7 @@ RECIPES = {
     "zack-equal": Recipe(name="zack-equal", basis="zack", ranks="uniform"),
     "zdc": recipes.get("zdc"),
 }
+DECISIVE = ("model", "rows", "align", "calib_tokens", "windows", "ctx")  # what answers depend on
 PACKED = 256  # tokens of a packed sequence, at most, but for one long question
 
 
@@ -137,6 +138,8 @@ class Results:
         self.record: dict[str, Any] = {**conditions, "answers": {}, "perplexity": {}}
         if path.exists():
             before = json.loads(path.read_text())
+            if any(before[name] != conditions[name] for name in DECISIVE):
+                raise ValueError(f"{path} was measured with other settings: name a new file")
             self.record |= {name: before[name] for name in ("answers", "perplexity")}
 
     def once(self, table: str, row: str, column: str, measure: Callable[[], Any]) -> Any:
@@ -228,7 +231,7 @@ class Measuring:
         """The row of a recipe at a ratio of perplexities."""
         keep, ratio = search(lambda keep: self.ratio(name, keep), limit, **self.options)
         row = {"recipe": name, "task": "perplexity", "budget": f"ppl<={limit:g}", "keep": keep}
-        return row | {"ratio": ratio} | self.stored(name, keep)
+        return row | {"limit": limit, "ratio": ratio} | self.stored(name, keep)
 
     @property
     def options(self) -> dict[str, float]:
@@ -247,7 +250,7 @@ class Measuring:
                 print(f"{name}: {same} of {count} answers as `kvfold eval` has them", flush=True)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -266,7 +269,8 @@ def main() -> None:
     parser.add_argument("--tolerance", type=float, default=0.01)
     parser.add_argument("--check", type=int, metavar="N")
     parser.add_argument("--json", type=Path, required=True)
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
+    given.statistics.mkdir(parents=True, exist_ok=True)
     names = ("model", "rows", "align", "calib_tokens", "windows", "ctx", "low", "tolerance")
     conditions = {name: getattr(given, name) for name in names}
     results = Results(given.json, conditions)

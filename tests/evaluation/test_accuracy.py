@@ -96,7 +96,7 @@ def test_maps_keep_the_share(here, capsys):
 @pytest.mark.parametrize(
     ("budget", "more", "words"),
     [
-        ("accuracy>=0.99", [], "24 of them right, are too few for 0.99 of the accuracy"),
+        ("accuracy>=0.99", [], "24 questions are too few for 0.99 of an accuracy"),
         ("accuracy>=1", [], "'accuracy>=SHARE' with a share below 1"),
         ("ppl<=1.01", [], "--set tasks are the questions of a budget of accuracy"),
         ("accuracy>=0.8", ["--fold", "--set", "fastest"], "leave --set tasks out"),
@@ -145,7 +145,7 @@ def test_the_standard_error_is_of_the_answers_that_changed():
 
 def test_a_loss_of_less_than_a_question_cannot_be_measured():
     check_original((1.0,) * 50 + (0.0,) * 50, 0.25, 0.98)  # a loss of one question
-    with pytest.raises(ValueError, match=r"100 questions, 50 of them right, .* at least 200"):
+    with pytest.raises(ValueError, match=r"50 of 100 questions right, .* at least 200"):
         check_original((1.0,) * 50 + (0.0,) * 50, 0.25, 0.99)
     tasks = [None] * 10
     check_count(tasks, 0.9)

@@ -84,25 +84,20 @@ def kept_accuracy(original: Scores, compressed: Scores, share: float) -> KeptAcc
 
 def check_count(tasks: Sequence[Task], share: float) -> None:
     """Raises SettingError where there are too few questions for a share, even if all were right."""
-    _check_measurable((1.0,) * len(tasks), share)
+    if len(tasks) < (needed := _questions_needed(1.0, share)):
+        raise SettingError(
+            f"`tasks`: {len(tasks)} questions are too few for {share:g} of an accuracy, even if all"
+            f" are answered right: give at least {needed}, or allow more with `budget`"
+        )
 
 
-def _check_measurable(original: Scores, share: float) -> None:
-    """Raises SettingError where the loss that a share allows is less than one question.
+def _questions_needed(accuracy: float, share: float) -> int:
+    """The least number of questions at which a share allows the loss of one question.
 
-    If m questions are lost and none is gained, the standard error is that of sqrt(m): a loss of
-    less than one question is below its own standard error.
+    If m questions are lost and none is gained, the standard error is about sqrt(m) questions: a
+    loss of less than one is smaller than its own standard error.
     """
-    count, allowed = len(original), (1 - share) * sum(original)
-    if allowed >= 1 - ROUNDING:
-        return
-    mean = sum(original) / count if count else 1.0
-    needed = math.ceil(1 / ((1 - share) * mean) - ROUNDING)
-    raise SettingError(
-        f"`tasks`: {count} questions, {sum(original):g} of them right, are too few for"
-        f" {share:g} of the accuracy, which allows a loss of {allowed:.2g} questions: give at least"
-        f" {needed}, or allow more with `budget`"
-    )
+    return math.ceil(1 / ((1 - share) * accuracy) - ROUNDING)
 
 
 def check_original(original: Scores, guessed: float, share: float) -> None:
@@ -115,7 +110,13 @@ def check_original(original: Scores, guessed: float, share: float) -> None:
             f" {guessed:.3f}: {share:g} of it says nothing about a cache. Give questions that this"
             " model can answer, or allow less with `budget`"
         )
-    _check_measurable(original, share)
+    if len(original) < (needed := _questions_needed(mean, share)):
+        allowed = (1 - share) * sum(original)
+        raise SettingError(
+            f"`tasks`: the original answers {sum(original):g} of {len(original)} questions right,"
+            f" too few for {share:g} of its accuracy, which allows a loss of {allowed:.2g}"
+            f" questions: give at least {needed}, or allow more with `budget`"
+        )
 
 
 def search_share(
