@@ -22,12 +22,15 @@ from kvfold.compression.training.recover import check_steps
 from kvfold.compression.work import CheckWork, check_disk, work_of
 from kvfold.config import Prefer, Ratios, Recipe, check_types
 from kvfold.evaluation import answers, maps, scores
+from kvfold.evaluation.accuracy import check_count, search_accuracy
 from kvfold.evaluation.answers import ReferenceAnswer, check_answer
 from kvfold.evaluation.budget import search_keep
 from kvfold.evaluation.comparison import compressors_of
 from kvfold.evaluation.fastest import TRIED, search_fastest
 from kvfold.evaluation.importance import find_leaders
 from kvfold.evaluation.ratios import search_ratios
+from kvfold.evaluation.tasks import read_tasks
+from kvfold.evaluation.tasks.base import Task
 from kvfold.hub import card
 from kvfold.hub.checkpoint import provenance_of, spec_of
 from kvfold.hub.loading import check_loaded, load, load_config, load_tokenizer
@@ -40,7 +43,7 @@ from kvfold.models.weights import rounded, write
 from kvfold.utils.errors import SettingError
 from kvfold.utils.files import check_makeable, new_directory, writing
 from kvfold.utils.progress import Progress, counter
-from kvfold.utils.search import parse_budget
+from kvfold.utils.search import Budget, parse_budget, parse_ratio
 from kvfold.utils.text import read_texts
 from kvfold.utils.tokens import check_tokenizer
 
@@ -58,6 +61,7 @@ def compress(
     layouts: int | None = None,
     windows: bool = False,
     budget: str | None = None,
+    tasks: list[str | Path] | None = None,
     hybrid: Ratios | str | None = None,
     align: int | None = None,
     calib: list[str | Path] | None = None,
@@ -99,7 +103,9 @@ def compress(
       `Prepared.plan_factor`). The planned bits take effect in kvfold's paged cache and in vLLM.
     - bytes_per_token: the same in bytes, of the layers that get maps.
     - budget: "ppl<=1.01", the smallest keep whose perplexity is within that ratio of the
-      original's, on calibration text that calibration does not read.
+      original's, on calibration text that calibration does not read; or "accuracy>=0.99", the
+      smallest keep with that share of the original's accuracy (ZACK §6.3) on the questions of the
+      files `tasks`, which docs/tasks.md describes.
     - hybrid (fold=True): two ranks, the low one for unimportant tokens (ZDC §5.2, see `Ratios`), or
       "ppl<=1.1": the smallest ratios tried that are within that ratio (Q_d <= 0.1). The recipe is
       zdc unless named.
@@ -168,6 +174,7 @@ def compress(
         check=check,
         progress=progress,
         say=say,
+        tasks=read_questions(budget, tasks),
     )
     settings.verify()
     check_tokenizer(tokenizer)
@@ -209,8 +216,7 @@ def compress_fastest(
     maximum. report: is called with a line for every candidate that is measured. Everything else as
     in `compress` with fold=True, which raises the same errors.
     """
-    target = Target(budget=budget, levels=levels)
-    assert target.limit is not None
+    target, limit = Target(budget=budget, levels=levels), parse_ratio(budget)
     settings = _Settings(
         fold=True,
         target=target,
@@ -237,7 +243,7 @@ def compress_fastest(
         )
         settings.announce(compressors[0], source.stored)
         answer = settings.reference_answer(source)
-        best = search_fastest(compressors, target.limit, load, say=report, progress=progress)
+        best = search_fastest(compressors, limit, load, say=report, progress=progress)
         size = {"ratio": best.ratio, "align": None, "factor": best.factor, "prefer": best.prefer}
         provenance = {"model": model, **asdict(target), **size, "chosen": f"{best}, at {load}"}
         best.prepared.fold(best.spec, provenance, recover=recover, progress=progress)
@@ -257,8 +263,8 @@ def compress_fastest(
 
 @dataclass(frozen=True, kw_only=True)
 class _Settings:
-    """What `compress` is asked to do with a model. text: calib, max_tokens and seed; the other
-    fields are its arguments."""
+    """What `compress` is asked to do with a model. text: calib, max_tokens and seed; tasks: the
+    questions of the files; the other fields are its arguments."""
 
     fold: bool
     target: Target
@@ -272,6 +278,7 @@ class _Settings:
     check: bool
     progress: Progress | None
     say: Callable[[str], object] | None
+    tasks: Sequence[Task] = ()
 
     def verify(self) -> None:
         """Raises ValueError for settings and files that cannot work, whatever the model is."""
@@ -285,6 +292,17 @@ class _Settings:
             learn_scores=self.learn_scores,
         )
         check_files(self.text["calib"], self.statistics, self.output)
+
+    def search(
+        self, prepared: Prepared, budget: Budget, **options: Any
+    ) -> tuple[float, dict[str, Any]]:
+        """The smallest share to keep within a budget, and what it reaches, as provenance has it.
+        options: of `search_keep`."""
+        if budget.metric == "ppl":
+            keep, ratio = search_keep(prepared, budget.limit, **options)
+            return keep, {"ratio": ratio}
+        keep, reached = search_accuracy(prepared, budget.limit, self.tasks, **options)
+        return keep, {"accuracy": reached.record()}
 
     def announce(self, compressor: Compressor, stored: torch.dtype | None = None) -> None:
         """Say what the work will take. stored: as in `announce`."""
@@ -414,7 +432,7 @@ def _map(
         chosen.recipe,
         chosen.target,
         source=source.words,
-        search=search_keep,
+        search=settings.search,
         windows=settings.windows,
         align=settings.align,
         statistics=settings.statistics,
@@ -459,10 +477,10 @@ def _fold_to_size(
     (nats/token), None where nothing predicts it."""
     limit = chosen.target.hybrid if isinstance(chosen.target.hybrid, str) else chosen.target.budget
     prepared = compressor.prepare(settings.statistics, settings.progress)
-    target, ratio = _searched(prepared, chosen.target, settings)
+    target, reached = _searched(prepared, chosen.target, settings)
     spec = prepared.plan_target(target, settings.align)
     size = asdict(target) | {"align": settings.align, "budget": limit}
-    provenance = {"model": source, **size, "ratio": ratio}
+    provenance = {"model": source, **size, "ratio": None, **reached}
     if chosen.reason is not None:
         provenance["chosen"] = chosen.reason
     prepared.fold(spec, provenance, recover=settings.recover, progress=settings.progress)
@@ -473,17 +491,17 @@ def _fold_to_size(
 
 def _searched(
     prepared: Prepared, target: Target, settings: _Settings
-) -> tuple[Target, float | None]:
-    """A size found by search for a target that is a ratio of perplexities, and the ratio that it
-    reaches. Other targets as they are."""
-    search: dict[str, Any] = {"align": settings.align, "progress": settings.progress}
+) -> tuple[Target, dict[str, Any]]:
+    """A size found by search for a target that is a loss, and what it reaches, as provenance has
+    it. Other targets as they are."""
+    options: dict[str, Any] = {"align": settings.align, "progress": settings.progress}
     if target.limit is not None:
-        keep, ratio = search_keep(prepared, target.limit, **search)
-        return replace(target, keep=keep, budget=None), ratio
+        keep, reached = settings.search(prepared, target.limit, **options)
+        return replace(target, keep=keep, budget=None), reached
     if isinstance(target.hybrid, str):
-        hybrid, ratio = search_ratios(prepared, parse_budget(target.hybrid), **search)
-        return replace(target, hybrid=hybrid), ratio
-    return target, None
+        hybrid, ratio = search_ratios(prepared, parse_ratio(target.hybrid), **options)
+        return replace(target, hybrid=hybrid), {"ratio": ratio}
+    return target, {}
 
 
 def announce(
@@ -548,6 +566,27 @@ def check_fold(fold: bool, windows: bool, **only_folded: object) -> None:
         raise SettingError("`windows` says which layers get maps: leave `windows` or `fold` out")
     if not fold and (wrong := [name for name, value in only_folded.items() if value]):
         raise SettingError(f"`{wrong[0]}` needs a folded model: add `fold=True`")
+
+
+def read_questions(budget: str | None, tasks: Sequence[str | Path] | None) -> Sequence[Task]:
+    """The questions of an accuracy budget. Raises ValueError for files that are missing, not
+    needed, cannot be read, or have too few questions."""
+    limit = None if budget is None else parse_budget(budget)
+    if limit is None or limit.metric != "accuracy":
+        if tasks:
+            raise SettingError(
+                "`tasks` are the questions of a budget of accuracy: give `budget=accuracy>=0.99`"
+                " too, or leave `tasks` out"
+            )
+        return ()
+    if not tasks:
+        raise SettingError(
+            f"`budget={budget}` needs questions to measure the accuracy on: give files of them with"
+            " `tasks`"
+        )
+    questions = [question for path in tasks for question in read_tasks(path)]
+    check_count(questions, limit.limit)
+    return questions
 
 
 def check_mappable(

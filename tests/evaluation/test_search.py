@@ -8,21 +8,35 @@ import transformers as hf
 from kvfold.calibration.text import calibration_windows
 from kvfold.evaluation.budget import held_out
 from kvfold.hub.loading import load_tokenizer
-from kvfold.utils.search import LOWEST, parse_budget, search
+from kvfold.utils.search import LOWEST, Budget, parse_budget, parse_ratio, search
 
 
 @pytest.mark.parametrize(
     ("text", "ratio"), [("ppl<=1.01", 1.01), (" ppl <= 1 ", 1.0), ("ppl<=1.", 1.0)]
 )
 def test_a_budget_is_a_perplexity_ratio(text, ratio):
-    assert parse_budget(text) == ratio
+    assert parse_budget(text) == Budget(metric="ppl", limit=ratio)
+    assert parse_ratio(text) == ratio
+
+
+@pytest.mark.parametrize(
+    ("text", "share"), [("accuracy>=0.99", 0.99), (" accuracy >= .5 ", 0.5), ("accuracy>=0.", None)]
+)
+def test_a_budget_is_a_share_of_the_accuracy(text, share):
+    if share is None:
+        with pytest.raises(ValueError, match=r"'accuracy>=SHARE' with a share below 1"):
+            parse_budget(text)
+    else:
+        assert parse_budget(text) == Budget(metric="accuracy", limit=share)
+    with pytest.raises(ValueError, match=r"'ppl<=RATIO'"):
+        parse_ratio(text)
 
 
 @pytest.mark.parametrize(
     "text", ["", "1.01", "ppl<1.01", "ppl<=0.99", "ppl<=x", "acc>=0.9", "ppl<=1.01%", "ppl<=nan"]
 )
 def test_another_budget_is_refused_with_the_legal_form(text):
-    with pytest.raises(ValueError, match=r"'ppl<=RATIO'.*'ppl<=1\.01'"):
+    with pytest.raises(ValueError, match=r"'ppl<=RATIO'.*'ppl<=1\.01'.*'accuracy>=SHARE'"):
         parse_budget(text)
 
 

@@ -237,7 +237,25 @@ SIZES = {
     ),
     "kvfold compress reference:gqa --budget '1%' --output new": (
         "--budget 1% is not of the form 'ppl<=RATIO' with a ratio of at least 1 to the "
-        "original's perplexity; for 1 % more write 'ppl<=1.01'"
+        "original's perplexity; for 1 % more write 'ppl<=1.01'. For the accuracy of a task write "
+        "'accuracy>=SHARE' with a share below 1 of the original's accuracy; for 1 % less write "
+        "'accuracy>=0.99'"
+    ),
+    "kvfold compress reference:gqa --budget 'accuracy>=99' --output new": (
+        "--budget accuracy>=99 is not of the form 'accuracy>=SHARE' with a share below 1 of the "
+        "original's accuracy; for 1 % less write 'accuracy>=0.99'"
+    ),
+    "kvfold compress reference:gqa --budget 'accuracy>=0.99' --output new": (
+        "--budget accuracy>=0.99 needs questions to measure the accuracy on: give files of them "
+        "with --set tasks"
+    ),
+    "kvfold compress reference:gqa --budget 'ppl<=1.01' --set tasks=tasks.jsonl --output new": (
+        "--set tasks are the questions of a budget of accuracy: give --budget accuracy>=0.99 too, "
+        "or leave --set tasks out"
+    ),
+    "kvfold compress reference:gqa --fold --set hybrid=accuracy>=0.99 --output new": (
+        "--set hybrid accuracy>=0.99 is not of the form 'ppl<=RATIO' with a ratio of at least 1 to "
+        "the original's perplexity; for 1 % more write 'ppl<=1.01'"
     ),
     "kvfold compress reference:gqa --set hybrid=narrow=0.5 --output new": (
         "--set hybrid has no 'narrow': give some of keys, values, low_rank_keys, low_rank_values, "

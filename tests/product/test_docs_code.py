@@ -32,6 +32,7 @@ import pytest
 import torch
 import transformers
 
+from answered_questions import answered, write
 from kvfold.bench.server_process import free_ports
 from kvfold.cli.main import app
 from kvfold.cli.settings import expanded
@@ -58,6 +59,7 @@ NEEDS = {  # what pages take as given beside a model, made by `prepare`
     "README.md": ["maps"],
     "docs/start.md": ["maps"],
     "docs/comparing.md": ["questions.jsonl"],
+    "docs/folding.md": ["answered.jsonl"],
     "docs/http.md": ["planned"],
     "docs/llm.md": ["planned"],
     "docs/models.md": ["folded"],
@@ -259,6 +261,8 @@ def prepare(name: str, folder: Path) -> Path:
         kvfold.compress(model, max_tokens=4096, check=False, output=str(path))
     elif name == "questions.jsonl":
         path.write_text(QUESTIONS)
+    elif name == "answered.jsonl":
+        write(answered(kvfold.load(model), load_tokenizer(model), 12), path)
     else:
         size = {"folded": {"keep": 0.5}, "planned": {"factor": 8}}[name]
         kvfold.compress(

@@ -113,6 +113,7 @@ def compress(
                 factor=target.factor,
                 bytes_per_token=target.bytes_per_token,
                 budget=target.budget,
+                tasks=list(size.tasks) or None,
                 hybrid=target.hybrid,
                 levels=target.levels,
                 prefer=target.prefer,

@@ -22,6 +22,7 @@ from kvfold.evaluation.tasks import LEGAL_EXAMPLES
 from kvfold.recipes import NAMES
 from kvfold.recipes import Goal as GoalName
 from kvfold.utils.errors import SettingError, renamed
+from kvfold.utils.search import parse_ratio
 
 if TYPE_CHECKING:
     from kvfold.compression.planning.target import Target
@@ -180,7 +181,13 @@ class SizeFlags:
     budget: str | None = setting(
         None,
         'Search for the smallest cache within a loss, instead of --factor: "ppl<=1.01" allows 1 %'
-        " more perplexity.",
+        ' more perplexity, "accuracy>=0.99" 1 % less accuracy on the questions of --set'
+        " tasks=FILE.",
+    )
+    tasks: Files = setting(
+        (),
+        "Files of questions for --budget, with one task per line (.jsonl, .xz, .gz), as JSON with"
+        f" the fields {LEGAL_EXAMPLES}.",
     )
     factor: float | None = setting(
         None,
@@ -231,7 +238,7 @@ class SizeFlags:
             budget=self.budget,
             factor=self.factor,
             bytes_per_token=self.bytes_per_token,
-            hybrid=text if text is None or "<" in text else Ratios.parse(text),
+            hybrid=text if text is None or {*text} & {*"<>"} else Ratios.parse(text),
             levels=parse_levels(self.levels),
             prefer=self.prefer,
             layouts=self.layouts,
@@ -259,7 +266,13 @@ class Fastest:
     def check(self, size: SizeFlags, recipe: str | None, stats: Path | None) -> None:
         """Raises SettingError for settings that `fastest` needs and lacks, or that contradict it,
         and for settings that need `fastest`."""
-        excluded = {"recipe": recipe, "align": size.align, "stats": stats, "prefer": size.prefer}
+        excluded = {
+            "recipe": recipe,
+            "align": size.align,
+            "stats": stats,
+            "prefer": size.prefer,
+            "tasks": size.tasks or None,
+        }
         if not self.fastest:
             for name in ("batch", "context"):
                 if getattr(self, name) is not None:
@@ -274,6 +287,7 @@ class Fastest:
                 raise SettingError(
                     f"`fastest` tries several recipes, sizes and plans itself: leave `{name}` out"
                 )
+        parse_ratio(size.budget)
 
 
 @Parameter(name="*", group="How texts are read")

@@ -180,6 +180,20 @@ def _measured(figures: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _accuracy(figures: dict[str, Any], allowed: str) -> str:
+    """A line about the accuracy that a search kept."""
+    reached, error, needed = (figures[x] for x in ("reached", "reached_error", "needed"))
+    line = (
+        f"accuracy {figures['accuracy']:.3f} ± {figures['accuracy_error']:.3f} on"
+        f" {figures['questions']} questions, {100 * reached:.1f} % of the original's"
+        f" {figures['original']:.3f}, {allowed} allowed; paired by question, the standard error is"
+        f" {100 * error:.1f} %"
+    )
+    if needed is None or needed <= figures["questions"]:
+        return line
+    return f"{line}, more than the loss allowed: {needed} questions would make it that small"
+
+
 def facts(spec: CacheSpec, provenance: dict[str, Any]) -> list[str]:
     """Lines about sizes before and after, and the measured loss."""
     full = 2 * spec.geometry.full_numbers
@@ -212,6 +226,8 @@ def facts(spec: CacheSpec, provenance: dict[str, Any]) -> list[str]:
     if ratio := provenance.get("ratio"):
         allowed = provenance["budget"]
         lines.append(f"perplexity ratio {ratio:.4f} on held-out text, {allowed} allowed")
+    if accuracy := provenance.get("accuracy"):
+        lines.append(_accuracy(accuracy, provenance["budget"]))
     if measured := provenance.get("measured"):
         lines += _measured(measured)
     if recovery := provenance.get("recovery"):

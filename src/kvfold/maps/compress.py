@@ -52,7 +52,7 @@ def make_maps(
     target: Target,
     *,
     source: str,
-    search: Callable[..., tuple[float, float]] | None = None,
+    search: Callable[..., tuple[float, dict[str, Any]]] | None = None,
     windows: bool = False,
     align: int | None = None,
     statistics: Path | str | Statistics | None = None,
@@ -64,7 +64,7 @@ def make_maps(
     those of `kvfold.compress`.
 
     source: name of the model, for the provenance.
-    search: finds the share to keep within a budget, as `evaluation.budget.search_keep` does.
+    search: finds the share to keep within a budget, and what it reaches, for the provenance.
     begun: called with the compressor before calibration starts.
     calibration: calib, max_tokens, seed and saved.
 
@@ -108,10 +108,10 @@ def make_maps(
             if latents
         }
 
-    ratio, final_target = None, target
+    reached, final_target = dict[str, Any](), target
     if target.limit is not None:
         assert search is not None, "a budget needs a search"
-        keep, ratio = search(
+        keep, reached = search(
             prepared,
             target.limit,
             align=align,
@@ -128,7 +128,7 @@ def make_maps(
         "recipe": asdict(prepared.compressor.recipe),
         **asdict(target),
         "keep": final_target.keep,
-        "ratio": ratio,
+        **reached,
         "align": align,
         "predicted": _predicted(prepared, plan),
         "statistics": prepared.statistics.key,

@@ -6,7 +6,7 @@ from typing import Any
 from kvfold.compression.planning.preference import default_levels
 from kvfold.config import ALL_LEVELS, Prefer, Ratios, Setting, check, setting
 from kvfold.utils.errors import SettingError, renamed
-from kvfold.utils.search import parse_budget
+from kvfold.utils.search import Budget, parse_budget, parse_ratio
 
 SIZES = ("keep", "factor", "bytes_per_token", "budget", "hybrid")
 SHARE: dict[str, Any] = {"above": 0, "most": 1, "hint": "it is the share of the cache to keep"}
@@ -18,8 +18,9 @@ class Target:
     decides by the recipe. Raises SettingError for values that are not legal.
 
     keep: share of the numbers, in (0, 1]. factor: how many times smaller, in dimensions and bits
-    planned together. bytes_per_token: the same in bytes. budget: "ppl<=RATIO", the smallest keep
-    whose perplexity on held-out text is within that ratio of the original's. hybrid: two ranks, by
+    planned together. bytes_per_token: the same in bytes. budget: the smallest keep within
+    "ppl<=RATIO", a ratio to the original's perplexity on held-out text, or "accuracy>=SHARE", a
+    share of the original's accuracy on questions. hybrid: two ranks, by
     the importance of tokens: in these ratios, or "ppl<=RATIO", the smallest ratios tried that are
     within it. levels: the bits that planned numbers may have, descending (None: those of `prefer`).
     prefer: what the plan is for (see `preference`; None: `default.choose_recipe` decides). layouts:
@@ -46,7 +47,7 @@ class Target:
             parse_budget(self.budget)
         if isinstance(self.hybrid, str):
             with renamed(budget="hybrid"):
-                parse_budget(self.hybrid)
+                parse_ratio(self.hybrid)
         object.__setattr__(self, "levels", self._levels())
 
     def _levels(self) -> tuple[int, ...] | None:
@@ -109,8 +110,8 @@ class Target:
             )
 
     @property
-    def limit(self) -> float | None:
-        """The perplexity ratio that `budget` allows."""
+    def limit(self) -> Budget | None:
+        """What `budget` allows."""
         return None if self.budget is None else parse_budget(self.budget)
 
 

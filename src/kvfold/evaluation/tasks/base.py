@@ -66,6 +66,11 @@ class Task(ABC):
         """Build the task from an example whose keys fit. Raises ValueError that names `where` and
         the key whose value is not legal."""
 
+    @property
+    def guessed(self) -> float:
+        """The main score that a random answer has on average."""
+        return 0.0
+
     @abstractmethod
     def prompts(self, tokenizer: Any) -> list[Prompt]:
         """The prompts to run."""

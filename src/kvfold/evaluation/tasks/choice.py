@@ -42,6 +42,10 @@ class ChoiceTask(Task):
         require(matched, where, key, example[key], "a string (one a choice for contexts)")
         return cls(contexts=tuple(contexts), choices=tuple(choices), label=label)
 
+    @property
+    def guessed(self) -> float:
+        return 1 / len(self.choices)
+
     def _by_context(self) -> Iterator[tuple[str, list[int]]]:
         """Each distinct context, and the indices of the choices that follow it."""
         for context in dict.fromkeys(self.contexts):

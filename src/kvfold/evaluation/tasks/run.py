@@ -32,13 +32,14 @@ class TaskResult:
     """The results of a file.
 
     truncated: examples whose context lost tokens on its left. outputs: generated texts. scores: by
-    name.
+    name. main_scores: the main score of every example, in order.
     """
 
     num_examples: int
     truncated: int
     outputs: tuple[str, ...]
     scores: Mapping[str, Score]
+    main_scores: tuple[float, ...] = ()
 
     def summary(self) -> dict[str, float]:
         """Plain values: `rows` (the number of examples), `truncated`, and by the name of a score
@@ -84,7 +85,7 @@ def run_tasks(
     stops, limit = _stop_ids(model, tokenizer), max_positions(model)
     size, leading = vocabulary(model), leading_tokens(tokenizer)
     values = defaultdict[str, list[float]](list)
-    outputs: list[str] = []
+    outputs, main_scores = list[str](), list[float]()
     truncated = 0
     with inference(model):
         for index, task in enumerate(tasks):
@@ -95,14 +96,20 @@ def run_tasks(
             answers = [_answer(reader, prompt, stops) for prompt in prompts]
             pairs = zip(prompts, answers, strict=True)
             outputs += [decode(tokenizer, answer.tokens) for x, answer in pairs if x.num_new]
-            for name, value in task.score(tokenizer, answers).items():
+            task_scores = task.score(tokenizer, answers)
+            for name, value in task_scores.items():
                 values[name].append(value)
+            main_scores.append(task_scores[task.scores[0]])
             truncated += prompts != full
             if progress:
                 progress(index + 1, len(tasks))
     scores = {name: Score(*mean_and_se(x), len(x)) for name in SCORES if (x := values[name])}
     return TaskResult(
-        num_examples=len(tasks), truncated=truncated, outputs=tuple(outputs), scores=scores
+        num_examples=len(tasks),
+        truncated=truncated,
+        outputs=tuple(outputs),
+        scores=scores,
+        main_scores=tuple(main_scores),
     )
 
 
