@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kvfold import recipes
+from kvfold.cli.common import versions
 from kvfold.compression.compressor import Compressor, Prepared
 from kvfold.config import Recipe
 from kvfold.evaluation.accuracy import Scores, check_original, search_share
@@ -273,7 +274,7 @@ def main(arguments: list[str] | None = None) -> None:
     given.statistics.mkdir(parents=True, exist_ok=True)
     names = ("model", "rows", "align", "calib_tokens", "windows", "ctx", "low", "tolerance")
     conditions = {name: getattr(given, name) for name in names}
-    results = Results(given.json, conditions)
+    results = Results(given.json, conditions | {"versions": versions("cpu")})
     measuring = Measuring(given, results)
     if given.check:
         measuring.check(given.check)
