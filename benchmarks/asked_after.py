@@ -47,8 +47,8 @@ class Case:
         return f"{self.evict} {self.keep:g}{' repaired' * self.repair}"
 
     def cache(self, page: int) -> CacheConfig:
-        how = {"keep_tokens": self.keep, "repair": self.repair}
-        return CacheConfig(page=page, evict=self.evict, **how)
+        keep = self.keep
+        return CacheConfig(page=page, evict=self.evict, keep_tokens=keep, repair=self.repair)
 
 
 class Bench(quality.Bench):

@@ -35,7 +35,7 @@ RECIPES = ["int8", "int4", "KIVI 4 bits", "KIVI 2 bits"]
 RECIPES += [f"{recipe} {factor}x" for recipe, factors in SIZES.items() for factor in factors]
 RECIPES += [f"{recipe} {n}x --prefer speed" for recipe, own in FOR_SPEED.items() for n in own]
 METHODS = {"recipes": "; ".join(RECIPES), "papers": "papers"}  # of `kvfold compare`, by section
-METRIC = {  # edits of kv-compress
+METRIC: dict[str, dict[str, Any]] = {  # edits of kv-compress
     "w8-L2": {},
     "w8-L1": {"power": 1},
     "w32-L2": {"window": 32},
@@ -60,7 +60,7 @@ class Case:
 
 
 def cases(section: str) -> Iterator[Case]:
-    evict = {"page": 16}
+    evict: dict[str, Any] = {"page": 16}
     if section == "policies":
         for name in (x for x in policies.POLICIES if x != "learned"):
             for keep in KEEPS:
@@ -84,11 +84,11 @@ def cases(section: str) -> Iterator[Case]:
         target, recipe = method.target, method.recipe
         yield Case(
             name=method.name,
-            cache=storage.config(target.planned),
+            cache=storage.config(target.plans_bits) or CacheConfig(),
             recipe=recipe.name if recipe else "",
             factor=target.factor,
             keep=target.keep if recipe else None,
-            prefer=target.prefer,
+            prefer=target.prefer or "balanced",
         )
     if section == "factor":
         for factor in (8, 10, 14, 18, 24):
@@ -120,7 +120,8 @@ class Bench(quality.Bench):
 
         whole = measured(self.texts)
         found["texts"] = {name: dataclasses.asdict(x) for name, x in whole.texts.items()}
-        found |= dataclasses.asdict(whole.footprint)
+        if whole.footprint is not None:
+            found |= dataclasses.asdict(whole.footprint)
         for asked, agnostic in asked_of(case):
             each = {x: measured({}, x, agnostic).tasks["keys"] for x in given.lengths}
             found[f"needle_{asked}"] = {
@@ -133,7 +134,7 @@ class Bench(quality.Bench):
         begin = time.perf_counter()
         longest = max([*self.arguments.lengths, *(ids.shape[1] for ids in self.texts.values())])
         policy = policies.get(case.cache.evict) if case.cache.evict else None
-        if case.edit:
+        if policy and case.edit:
             policy = policy.changed(**case.edit)
         runner = runner_for(self._model(case), case.cache, longest, policy=policy)
         found: dict[str, Any] = {"name": case.name, "cache": dataclasses.asdict(case.cache)}
@@ -147,12 +148,13 @@ class Bench(quality.Bench):
         return found | {"seconds": time.perf_counter() - begin}
 
     def _model(self, case: Case) -> Any:
-        if case.factor is None and case.keep is None:
-            return self.model
-        prepared = self.prepared[case.recipe]
-        if case.factor is None:
+        if case.factor is not None:
+            prepared = self.prepared[case.recipe]
+            return prepared.folded_copy(prepared.plan_factor(case.factor, prefer=case.prefer))
+        if case.keep is not None:
+            prepared = self.prepared[case.recipe]
             return prepared.folded_copy(prepared.plan(case.keep))
-        return prepared.folded_copy(prepared.plan_factor(case.factor, prefer=case.prefer))
+        return self.model
 
 
 def asked_of(case: Case) -> list[tuple[str, bool]]:

@@ -100,8 +100,14 @@ class Engine(Variant):
         model = bench.folded(recipe) if recipe else bench.model
         # Few steps read all prompts: the first sequences decode meanwhile, SPARE tokens at most.
         number, chunk = len(bench.prompts), bench.prompts.numel() // 2
-        sizes = {"max_sequences": number, "max_tokens": bench.limit, "chunk": chunk}
-        self.llm = LLM(model, owned=recipe is not None, **sizes, **settings)
+        self.llm = LLM(
+            model,
+            owned=recipe is not None,
+            max_sequences=number,
+            max_tokens=bench.limit,
+            chunk=chunk,
+            **settings,
+        )
         sampling = SamplingParams(max_new_tokens=bench.limit, ignore_eos=True)
         ids = [self.llm.add(prompt, sampling) for prompt in bench.prompts.tolist()]
         started: set[int] = set()

@@ -30,8 +30,10 @@ TABLE = ROOT / "src" / "kvfold" / "data" / "step_time.json"
 WAITED = ("waited", "waited_sequence")
 STEP = ("layer", "sequence", "runs", "rebuilt_runs", "beside", *WAITED)
 ESTIMATED = ("unpacked", "runs_16", "rebuilt_runs", "rebuilt_runs_16")
-MEASURED = ("launch", "stored", "rebuilt", "codes", "products", "wide")
-MEASURED += ("whole", "whole_runs", "even_runs", "whole_rebuilt")
+MEASURED = (
+    "launch", "stored", "rebuilt", "codes", "products", "wide",
+    "whole", "whole_runs", "even_runs", "whole_rebuilt",
+)  # fmt: skip
 ONE_PASS = 32768  # rows from which on one pass read them when these were timed
 TWO_PASSES = "decode-tiers-8b.json"  # results from before rows were read in one pass
 # Results of engines that launch a step before they read the tokens of the one in front; in all
@@ -184,7 +186,7 @@ def coefficients(device: str) -> Coefficients:
     )
     runs = {name: fitted.pop(name) for name in ("runs", "rebuilt_runs", "beside")}
     wide = {f"{x}_16": runs[x] for x in ("runs", "rebuilt_runs")}  # never timed: as of fewer bits
-    return replace(base, attention={**found, **runs, **wide}, **fitted)
+    return replace(base, attention={**found, **runs, **wide}, **dict[str, Any](fitted))
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ from collections import OrderedDict, deque
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate, count, pairwise
 from pathlib import Path
+from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -169,7 +170,7 @@ class Fleet:
             getattr(self, f"_{kind}")(now, *what)
         return self.report()
 
-    def _at(self, time: float, *event) -> None:
+    def _at(self, time: float, *event: Any) -> None:
         heapq.heappush(self.events, (time, next(self.order), *event))
 
     def _arrive(self, now: float, request: int) -> None:

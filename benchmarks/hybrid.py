@@ -111,7 +111,7 @@ class Hybrids(quality.Bench):
         super().__init__(arguments)
         recipe, tokens = recipes.get("zdc"), arguments.calib_tokens
         compressor = Compressor(self.model, recipe, self.tokenizer, max_tokens=tokens)
-        self.prepared = compressor.prepare(arguments.stats)
+        self.bases = compressor.prepare(arguments.stats)
         self.prepared_of: dict[tuple[str, int], Prepared] = {}
         self.seconds: dict[tuple[str, int], float] = {}
         self.align = compressor.align(None)
@@ -129,7 +129,7 @@ class Hybrids(quality.Bench):
         sizes = ("num_layers", "num_query_heads", "num_kv_heads", "head_dim")
         found = {name: math.log2(getattr(geometry, name)) for name in sizes}
         for side, removed in product("kv", STEPS[1:]):
-            own = [x.basis.singular.double() for x in self.prepared.candidates if x.side == side]
+            own = [x.basis.singular.double() for x in self.bases.candidates if x.side == side]
             kept = [float(s[: round((1 - removed) * len(s))].sum() / s.sum()) for s in own]
             found[f"{side} without {removed}"] = sum(kept) / len(kept)
         found["agreement"] = sum(self.agreements) / max(len(self.agreements), 1)
@@ -169,10 +169,10 @@ class Hybrids(quality.Bench):
 
     def folded(self, case: Case, lead: bool = True) -> Any:
         """A copy of the model with rows of two widths, or with one in variant DT."""
-        spec = self.prepared.plan_hybrid(case.ratios, self.align)
+        spec = self.bases.plan_hybrid(case.ratios, self.align)
         if case.variant == "DT":
-            return self.prepared.folded_copy(type(spec)(geometry=spec.geometry, layers=spec.layers))
-        model = self.prepared.folded_copy(spec)
+            return self.bases.folded_copy(type(spec)(geometry=spec.geometry, layers=spec.layers))
+        model = self.bases.folded_copy(spec)
         if lead and case.variant in ("ZDC", "DL"):
             mark(model, with_leaders(spec, self.orders), {})
         if case.variant == "first":

@@ -20,6 +20,7 @@ from kvfold.cli.common import progress
 from kvfold.compression.training.lora import HELD, finetune
 from kvfold.config import LoRA
 from kvfold.hub.checkpoint import spec_of
+from kvfold.layout import CacheSpec
 from kvfold.layout.pages import cache_layout
 from kvfold.models.families import family_of
 from kvfold.utils.progress import stage
@@ -35,23 +36,25 @@ class Case(real_quality.Case):
 
 
 class Bench(real_quality.Bench):
-    def row(self, case: Case) -> dict[str, Any]:
+    def row(self, case: real_quality.Case) -> dict[str, Any]:
+        assert isinstance(case, Case)
+        if case.recipe is None:
+            return super().row(case)
         model, _ = self._model(case)
         spec, begin = spec_of(model), time.perf_counter()
+        assert spec is not None
         found: dict[str, Any] = {**dataclasses.asdict(case), "texts": {}}
         if case.lora is not None:
             model = copy.deepcopy(model)  # it shares weights with the next row's
-            found["losses"] = self.learn(model, case.lora)
+            found["losses"] = self.learn(model, spec, case.lora)
             found["seconds"] = time.perf_counter() - begin
-        if case.recipe is None:
-            return super().row(case)
         found["kept_fraction"] = cache_layout(spec).kept_fraction
         for name, ids in self.texts.items():
             result = real_quality.rows_perplexity(model, spec, ids)
             found["texts"][name] = dataclasses.asdict(result)
         return found
 
-    def learn(self, model: Any, lora: LoRA) -> tuple[float, float]:
+    def learn(self, model: Any, spec: CacheSpec, lora: LoRA) -> tuple[float, float]:
         """Losses before and after on text that was kept back."""
         config, count = model.config, lora.steps * lora.batch + HELD
         windows = training_windows(self.tokenizer, config, self.arguments.train, count)
@@ -60,7 +63,7 @@ class Bench(real_quality.Bench):
             return finetune(
                 model,
                 family_of(config),
-                spec_of(model),
+                spec,
                 windows,
                 lora,
                 teacher=teacher,

@@ -39,8 +39,12 @@ from kvfold.models.copies import shared_copy
 
 PUBLISHED = ("zack", "zdc", "palu-m", "palu-j", "lorc")
 OURS = ("fast", "lean", "small")
-FACTORS = {"small": (2, 3, 4, 5, 6, 8, 10, 14), "lean": (2, 3, 4, 5, 6, 8, 10, 14)}
-FACTORS |= {"swift": (2, 3, 4, 5, 6, 8, 10), "fast": (2, 3, 4, 5)}
+FACTORS = {
+    "small": (2, 3, 4, 5, 6, 8, 10, 14),
+    "lean": (2, 3, 4, 5, 6, 8, 10, 14),
+    "swift": (2, 3, 4, 5, 6, 8, 10),
+    "fast": (2, 3, 4, 5),
+}
 LEVEL_SETS = {"all levels": ALL_LEVELS, "8, 4, 2": LEVELS, "8, 4": (8, 4), "4": (4,)}
 FOR_SPEED = {"swift": (3, 4, 5, 6), "lean": (4, 6, 8)}
 ALL = 999  # more layouts than layers
@@ -98,11 +102,11 @@ def cases(section: str, steps: int) -> Iterator[Case]:
                 name = (
                     f"swift {factor}x, " + ("all" if layouts == ALL else f"{layouts}") + " layouts"
                 )
-                speed = {"prefer": "speed", "layouts": layouts}
-                yield Case(name=name, recipe="swift", factor=factor, **speed)
+                case = Case(name=name, recipe="swift", factor=factor, prefer="speed")
+                yield dataclasses.replace(case, layouts=layouts)
     planned = {"ours": (FACTORS, 0), "recovered": (RECOVERED, steps)}
-    factors, count = planned.get(section, ({}, 0))
-    for recipe, sizes in factors.items():
+    sizes_of, count = planned.get(section, ({}, 0))
+    for recipe, sizes in sizes_of.items():
         for factor in sizes:
             name = f"{recipe} {factor}x" + (f", {count} steps" if count else "")
             yield Case(name=name, recipe=recipe, factor=factor, steps=count)

@@ -114,7 +114,7 @@ class Setting:
             lengths=NEEDLE_LENGTHS,
             cache=None if self.name == "original" else CacheConfig(**self.cache),
             chunk=CTX,
-            maps=self.maps and Sidecar.load(self.maps),
+            maps=Sidecar.load(self.maps) if self.maps else None,
         )
         found = measure(load(self.model, dtype="float32"), tokenizer, what)
         self.record["nll"] = {name: x.nll for name, x in found.texts.items()}

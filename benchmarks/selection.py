@@ -60,6 +60,7 @@ class Rule:
     ) -> Tensor:
         """Estimates [H, G, T, S] of the scaled scores of q [H, G, T, d], rotated by turned."""
         if self.estimate == "latent":
+            assert layer.key_up is not None, "keys before RoPE are reconstructed"
             z = layer.key_columns.spread(layer.key_columns.gather(rows))[0]
             up = layer.key_columns.per_head(layer.key_up, q.shape[-1])
             read = max(1, round(self.share * z.shape[-1]))
@@ -151,8 +152,8 @@ class SelectedRows(AttentionContext):
         z = layer.full_values(rows) if mapped else layer.value_columns.gather(rows)
         new = rows, layer.score_keys(rows, turned), z.transpose(1, 2)
         if past:
-            pairs = zip(past, new, (1, 2, 2), strict=True)
-            new = tuple(torch.cat((old, add), dim) for old, add, dim in pairs)
+            first, second, third = zip(past, new, strict=True)
+            new = torch.cat(first, 1), torch.cat(second, 2), torch.cat(third, 2)
         self.kept[layer.index] = new
         seen = torch.ones(q.shape[2], count, dtype=torch.bool).tril(before)
         if self.rule is None or layer.index < self.rule.whole:

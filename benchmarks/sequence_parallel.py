@@ -330,10 +330,10 @@ def save(
     if arguments.json is None:
         return
     settings = {key: str(value) for key, value in vars(arguments).items() if key != "json"}
-    report = {"benchmark": "sequence-parallel", "settings": settings, "ranks": ranks}
     machine = {"threads": torch.get_num_threads()}
-    report |= {"versions": versions(device), "machine": machine, "rows": rows}
-    write_json(arguments.json, report)
+    report = {"benchmark": "sequence-parallel", "settings": settings, "ranks": ranks}
+    found = {"versions": versions(device), "machine": machine, "rows": rows}
+    write_json(arguments.json, report | found)
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ class Worker:
         from lab.variants import VARIANTS
 
         begun = time.perf_counter()
-        graphs.sizes_up_to = lambda most: [*(x for x in SIZES if x < most), most]  # type: ignore
+        graphs.sizes_up_to = lambda most: [*(x for x in SIZES if x < most), most]
         self.name, self.asked, self.device = name, asked, torch.device(asked.device)
         variant = None if name in (FULL, EVICT) else VARIANTS[name]
         model = random_model(asked.shape, variant, self.device)
@@ -351,7 +351,7 @@ class Script:
                 tokens, rate, requests, most, every = given
                 limit = min(limit, most)
                 number = max(1, requests // self.asked.shrink)
-                call = tokens // self.asked.shrink, rate, number, limit, every
+                call: tuple[Any, ...] = tokens // self.asked.shrink, rate, number, limit, every
             elif kind == "latency":
                 if limit < 14:
                     continue

@@ -25,6 +25,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import aiohttp
 
@@ -92,7 +93,7 @@ def child(words: list[str]) -> int:
                 raise SoakFault("of a soak")
             return run(*arguments)
 
-        ModelRunner.run = run_or_fail
+        patch.object(ModelRunner, "run", run_or_fail).start()
     from kvfold.cli.main import main
 
     return main(words)
@@ -110,7 +111,7 @@ class Process:
     lives: int = 0
     ready: bool = False
     full: bool = False
-    running: subprocess.Popen | None = None
+    running: subprocess.Popen = field(init=False, repr=False)
     codes: list[int] = field(default_factory=list)  # exit codes after SIGTERM
 
     @property
@@ -212,7 +213,7 @@ class Joined:
     """Choices of a stream as they come; `error`: the code that it ended with."""
 
     def __init__(self, count: int) -> None:
-        self.texts, self.reasons = [""] * count, [None] * count
+        self.texts, self.reasons = [""] * count, [""] * count
         self.error: str | None = None
         self.done = False
 
@@ -287,7 +288,7 @@ class Soak:
                 await self._events()
             finally:
                 for process in self.processes:
-                    if process.running and process.running.poll() is None:
+                    if process.lives and process.running.poll() is None:
                         process.send(signal.SIGCONT)
                         await process.stop(signal.SIGTERM)
         self._check_logs()
@@ -410,8 +411,9 @@ class Soak:
         return code
 
     async def _bad(self, rng: random.Random) -> str:
-        wrong = [{"prompt": 5}, {"n": -1}, {"stop": [""]}, {"temperature": -1}]
-        body = {"prompt": "a"} | rng.choice([*wrong, {"prompt": "a " * 3000}])
+        wrong: list[dict[str, Any]] = [{"prompt": 5}, {"n": -1}, {"stop": [""]}]
+        wrong += {"temperature": -1}, {"prompt": "a " * 3000}
+        body = {"prompt": "a"} | rng.choice(wrong)
         async with self.session.post(self.router.url + PATH, json=body) as answer:
             error = (await answer.json(content_type=None))["error"]
             if answer.status == 400:

@@ -3,7 +3,6 @@
 import argparse
 import json
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +13,7 @@ def run_command(what: str, kind: type[P], soak: Callable[[P], dict[str, Any]]) -
     """what: the soak, in a sentence; kind: of its plan, a dataclass whose fields all have defaults.
     Returns the exit code."""
     parser = argparse.ArgumentParser(description=what)
-    for name, value in asdict(kind()).items():
+    for name, value in vars(kind()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     parser.add_argument("--json", type=Path)
     words = vars(parser.parse_args())

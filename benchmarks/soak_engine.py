@@ -28,6 +28,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -120,7 +121,8 @@ def random_questions(
         if rng.random() < 0.4:
             settings |= {"temperature": rng.uniform(0.2, 1.5), "seed": i}
             settings |= rng.choice([{}, {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.05}])
-        settings |= rng.choice([*[{}] * 9, *_settings(rng)])
+        nothing: list[dict[str, Any]] = [{}] * 9
+        settings |= rng.choice([*nothing, *_settings(rng)])
         if guided and rng.random() < GUIDED:
             settings = {"max_new_tokens": 12}
             settings |= rng.choice([*({"regex": x} for x in PATTERNS), *_schemas()])
@@ -271,7 +273,9 @@ class Life:
         self.culprits: set[int] = set()
         self.poisoned: set[int] = set()
         self.next_fault: BaseException | None = None
-        self._run, self.runner.run = self.runner.run, self._run_or_fail
+        self._run = self.runner.run
+        self._failing = patch.object(self.runner, "run", self._run_or_fail)
+        self._failing.start()
 
     def _run_or_fail(self, batch: Any, tokens: Any = None) -> Any:
         ids = [chunk.request.id for chunk in batch.chunks]
@@ -498,7 +502,7 @@ class Life:
         self.soak.preempted += self.engine.scheduler.num_preemptions
         self.soak.steps += self.engine.scheduler.num_steps
         self.soak.first_tokens.extend(self.watch.first_tokens)
-        self.runner.run = self._run
+        self._failing.stop()
 
 
 def same(one: Said, other: Said) -> bool:

@@ -44,8 +44,8 @@ class RealPlan(soak.Plan):
 
 def questions() -> list[Question]:
     """Greedy answers of 60 to 300 tokens, behind prompts that share beginnings."""
-    texts = ("Write about the old house", "def fibonacci(n):")
-    texts += ("In the middle of the sea", "List the prime numbers")
+    texts = ["Write about the old house", "def fibonacci(n):"]
+    texts += "In the middle of the sea", "List the prime numbers"
     prompts = [f"{x} " + "The wind rose and they waited. " * n for x in texts for n in (0, 20, 60)]
     return [
         Question({"prompt": prompt, "temperature": 0, "ignore_eos": True, "max_tokens": count})

@@ -43,7 +43,7 @@ def measure(
     }
     sizes = [len(x.context) + x.num_following for own in rows.values() for _, x in own]
     longest = max([*sizes, *(ids.shape[1] for ids in what.windows.values())])
-    most = max(map(len, [*rows.values(), *what.windows.values()]))
+    most = max(len(x) for own in (rows, what.windows) for x in own.values())
     slots = min(most, max(1, TOKENS // longest))
     pages = Pages(model, tokenizer, what.cache, slots, longest + QUESTION_ROOM)
     texts, tasks, held = {}, {}, None

@@ -34,6 +34,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
@@ -92,7 +93,8 @@ def write_maps(folder: Path, kind: str, config: LlamaConfig) -> None:
     geometry = family_of(config).geometry(config)
     layout = variant_layout(geometry, VARIANTS[kind.removeprefix(MAPS)], config.num_hidden_layers)
     make, maps = torch.Generator().manual_seed(0), {}
-    angles = config.rope_parameters["rope_theta"] ** -torch.arange(0, 1, 2 / geometry.head_dim)
+    rope: Any = config.rope_parameters
+    angles = rope["rope_theta"] ** -torch.arange(0, 1, 2 / geometry.head_dim)
     rotation = Rotation(angles, torch.arange(geometry.head_dim))
     for index, layer in enumerate(layout.spec.layers):
         own = [_random_maps(x, geometry.head_dim, make) for x in layer.latents]
@@ -100,7 +102,7 @@ def write_maps(folder: Path, kind: str, config: LlamaConfig) -> None:
     base = {name: [0.0] * 2 * PROBES for name in maps}
     made = Sidecar(maps=maps, spec=layout.spec, base=base, provenance={"recipe": {"name": kind}})
     made.save(folder)
-    Sidecar.check_base = lambda *_: None
+    patch.object(Sidecar, "check_base", lambda *_: None).start()
 
 
 def _random_maps(latent: Latent, head_dim: int, make: torch.Generator) -> LatentMaps:
@@ -126,12 +128,12 @@ def cache_options(kind: str, maps: Path) -> dict[str, Any]:
 def engine(folder: Path, given: argparse.Namespace, maps: Path) -> LLM:
     most = max(given.batch + given.users + [given.slots])
     sizes = {*given.batch, *(1 << i for i in range(most.bit_length()) if 1 << i <= most)}
-    options = {"compilation_config": {"cudagraph_capture_sizes": sorted(sizes)}}
-    options |= cache_options(given.kind, maps)
+    options = cache_options(given.kind, maps)
+    options["compilation_config"] = {"cudagraph_capture_sizes": sorted(sizes)}
     if given.apart:
         from kvfold.vllm_plugin.layer import FoldedLayer
 
-        FoldedLayer.merge = lambda layer: None
+        patch.object(FoldedLayer, "merge", lambda layer: None).start()
     if given.kv is not None:
         options["kv_cache_memory_bytes"] = int(given.kv * 1e9)
     return LLM(
@@ -189,7 +191,8 @@ class Clock:
     def running(self, batch: int, tokens: int, filled: bool) -> Iterator[None]:
         """Requests that all decode."""
         with as_read(self.llm) if filled else nullcontext():
-            names, started = [self.ask(tokens, 1000) for _ in range(batch)], set()
+            names = [self.ask(tokens, 1000) for _ in range(batch)]
+            started: set[str] = set()
             while len(started) < batch:
                 started |= {name for name, new in self.step().items() if new}
         yield
@@ -197,7 +200,8 @@ class Clock:
 
     def steps(self, batch: int, tokens: int, count: int, filled: bool = False) -> list[float]:
         """Milliseconds of each."""
-        found, last, alike = [], None, 0
+        found: list[float] = []
+        last, alike = None, 0
         with self.running(batch, tokens, filled):
             while len(found) < count:
                 new, now = self.step(), time.perf_counter()
@@ -234,7 +238,9 @@ class Clock:
         """What users see who ask again when they are answered, over so many seconds after half as
         many to warm up: a row. tokens: of which prompts have a quarter to three."""
         self.rng.seed(users)
-        asked, first, left = {}, {}, {}
+        asked: dict[str, float] = {}
+        first: dict[str, float] = {}
+        left: dict[str, int] = {}
         made, firsts, wholes = 0, [], []
         start = time.perf_counter() + seconds / 2
         while (now := time.perf_counter()) < start + seconds:
@@ -269,7 +275,8 @@ class Clock:
         row."""
         due = deque((job, self.prompt(job.prompt)) for job in jobs)
         asked: dict[str, TimedRequest] = {}
-        left, first, whole, most = {}, [], [], 0
+        left: dict[str, int] = {}
+        first, whole, most = [], [], 0
         begun = time.perf_counter()
         while (due or left) and (now := time.perf_counter() - begun) < limit:
             while due and due[0][0].at <= now:
@@ -306,7 +313,7 @@ class Clock:
             self.engine.step()
 
 
-def scheduler(llm: LLM):
+def scheduler(llm: LLM) -> Any:
     return llm.llm_engine.engine_core.engine_core.scheduler
 
 
@@ -314,7 +321,7 @@ class AsRead:
     """Stands where a scheduler asks for caches elsewhere: all of a prompt is there already, but for
     its last token."""
 
-    def get_num_new_matched_tokens(self, request, known: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(self, request: Any, known: int) -> tuple[int, bool]:
         return request.num_tokens - 1 - known, False
 
     def __getattr__(self, name: str) -> Callable[..., None]:
@@ -330,7 +337,7 @@ def as_read(llm: LLM) -> Iterator[None]:
 
 
 @torch.inference_mode()
-def scribble(worker) -> None:
+def scribble(worker: Any) -> None:
     """Any bytes whose halves are small numbers, as codes, scales or numbers."""
     storages = {x.data_ptr(): x.untyped_storage() for x in worker.model_runner.kv_caches}
     for storage in {x.data_ptr(): x for x in storages.values()}.values():
@@ -447,7 +454,7 @@ def time_loads(llm: LLM, clock: Clock, given: argparse.Namespace, say: Say) -> N
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    whole = {"type": lambda x: [*map(int, x.split(","))]}
+    whole: dict[str, Any] = {"type": lambda x: [*map(int, x.split(","))]}
     parser.add_argument("kind")
     parser.add_argument("--shape", default="llama-3.1-8b", choices=WIDTHS)
     parser.add_argument("--layers", type=int)
@@ -458,7 +465,7 @@ def main() -> None:
     parser.add_argument("--users", **whole, default=[])
     parser.add_argument("--seconds", type=float, default=10, help="that count, of each --users")
     parser.add_argument("--pool", type=float, default=float("inf"), help="gigabytes, of --users")
-    floats = {"type": lambda x: [*map(float, x.split(","))]}
+    floats: dict[str, Any] = {"type": lambda x: [*map(float, x.split(","))]}
     parser.add_argument("--rates", **floats, default=[], help="requests a second")
     parser.add_argument("--trace", type=Path, help="of --rates (see kvfold bench serve)")
     parser.add_argument("--bound", type=float, default=25, help="ms a token from arrival to end")

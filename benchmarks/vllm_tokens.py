@@ -81,10 +81,11 @@ def compressed(case: Case, folder: str, new: int) -> Answer | None:
 
     import kvfold
 
-    size = {"keep": case.size} if case.size <= 1 else {"factor": case.size}
+    keep, factor = (case.size, None) if case.size <= 1 else (None, case.size)
     kvfold.compress(
-        case.model, case.recipe, output=folder, max_tokens=4096, device="cpu", **size, fold=True
-    )
+        case.model, case.recipe, keep=keep, factor=factor, output=folder, max_tokens=4096,
+        device="cpu", fold=True,
+    )  # fmt: skip
     if not case.whole:
         return None
     model, tokens, ahead = kvfold.load(folder, dtype=torch.float32, device="cpu"), [], []
@@ -107,11 +108,12 @@ def by_the_engine(model: str, bits: int | None, dtype: str, new: int) -> Answer:
     llm = kvfold.LLM(model, max_tokens=512, kv_bytes=2**28, dtype=dtype, bits=bits)
     wanted = kvfold.SamplingParams(max_new_tokens=new, ignore_eos=True, logprobs=2)
     found = llm.generate(prompts(), wanted)
-    tops = [[sorted(y for _, y in x.top) for x in out.logprobs] for out in found]
+    logprobs = [out.logprobs or () for out in found]
+    tops = [[sorted(y for _, y in x.top) for x in own] for own in logprobs]
     return Answer(
         [list(out.token_ids) for out in found],
         [[x[-1] - x[-2] for x in own] for own in tops],
-        [out.logprobs[0].chosen for out in found],
+        [own[0].chosen for own in logprobs],
     )
 
 

@@ -207,7 +207,7 @@ class Claims:
         measured again has versions of its own."""
         entry, report = self.files.get(file, {}), self.results(file)
         runs = [row or {}, report, *report.get("runs", [])]
-        versions = next((x["versions"] for x in runs if "versions" in x), {})
+        versions: dict[str, int] = next((x["versions"] for x in runs if "versions" in x), {})
         code = ", ".join([*entry.get("code", []), *entry.get("some", {})])
         found = {
             "file": f"benchmarks/results/{file}.json",

@@ -113,7 +113,9 @@ class Versions:
         self.save()
 
     def save(self) -> None:
-        known = {"history": self.history, "digests": self.digests, "measured": self.files}
+        known: dict[str, dict[str, Any]] = {
+            "history": self.history, "digests": self.digests, "measured": self.files,
+        }  # fmt: skip
         state = {
             part: {
                 name: x

@@ -20,7 +20,9 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
 TEXTS = {"wiki": "Wikipedia", "python": "Python source"}
 FACTOR_OF_BITS = {"bits-8": 28672 / 14560, "bits-4": 28672 / 7392}
-WITHOUT_BARS = {  # label: (settings of suites-qwen.json by factor, marker)
+WITHOUT_BARS: dict[
+    str, tuple[dict[float, str], str]
+] = {  # label: (settings of suites-qwen.json by factor, marker)
     "small (reconstructs keys)": ({x: f"small-{x}x" for x in (4, 6, 8, 10, 14)}, "s-"),
     "lean (reconstructs keys)": ({x: f"lean-{x}x" for x in (4, 6, 8)}, "^-"),
     "kvfold --bits 8, --bits 4": ({y: x for x, y in FACTOR_OF_BITS.items()}, "D"),
@@ -107,14 +109,16 @@ def qwen() -> list[Panel]:
     def panel(text: str, title: str) -> Panel:
         rows = by_name("layouts-qwen2.5-coder-1.5b")
         swift = {x: rows[f"swift {x}x, 4 layouts"] for x in (4, 5, 6, 8)}
-        points = {x: paired(row, rows["original"], text) for x, row in swift.items()}
+        points: dict[float, Point] = {
+            x: paired(row, rows["original"], text) for x, row in swift.items()
+        }
         series = {"swift (the default)": Series(points, "o-")}
         means = stored_means(text)
         for label, (settings, marker) in WITHOUT_BARS.items():
             series[label] = Series({x: means[name] for x, name in settings.items()}, marker)
         if text == "wiki":
             lost = by_name("portable-qwen")["fp8"]["texts"]["wiki"]
-            fp8 = {2: increase(lost["lost"], lost["lost_se"])}
+            fp8 = {2.0: increase(lost["lost"], lost["lost_se"])}
             series["fp8, as vLLM stores it"] = Series(fp8, "x", "black")
         return by_size(title, series, "log")
 

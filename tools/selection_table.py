@@ -39,7 +39,7 @@ def found(rows: Rows, rule: str) -> str:
 
 
 def table(reports: list[tuple[str, Rows]], needle: bool = False) -> str:
-    rules = dict.fromkeys(rule for _, rows in reports for rule in rows)
+    rules = [*dict.fromkeys(rule for _, rows in reports for rule in rows)]
     if not needle:
         rules = [rule for rule in rules if rule not in ("original", "all rows")]
     lines = [f"| | {' | '.join(name for name, _ in reports)} |", "|---|" + "---|" * len(reports)]

@@ -597,7 +597,7 @@ class Trainer:
 # --- Saving and measuring -------------------------------------------------------------------------
 
 
-def save(model: torch.nn.Module, tokenizer: Any, out: Path) -> float:
+def save(model: Any, tokenizer: Any, out: Path) -> float:
     """Write bf16 weights, configuration and tokenizer; returns the weights' size in MB."""
     out.mkdir(parents=True, exist_ok=True)
     model.to("cpu", torch.bfloat16).eval()
@@ -629,7 +629,8 @@ def perplexity(model: Any, tokens: np.ndarray, window: int, most: int = 200) -> 
 
 def measure(out: Path, heldout: Path | None, plan: Plan, device: torch.device) -> dict[str, Any]:
     """Held-out perplexity and needle retrieval of the saved model, reloaded in bf16."""
-    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16).to(device).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16)
+    model = model.to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(out)
     results: dict[str, Any] = {}
     if heldout is not None:
@@ -669,7 +670,7 @@ def write_card(out: Path, report: dict[str, Any]) -> None:
     lines = [
         f"# kvfold reference model, {plan['family']}",
         "",
-        CONFIGS[plan["family"]].__doc__.splitlines()[0],
+        str(CONFIGS[plan["family"]].__doc__).splitlines()[0],
         f"{report['parameters'] / 1e6:.2f} M parameters, {report['megabytes']:.1f} MB in bf16, "
         f"vocabulary of {VOCABULARY} (byte-level BPE, single digits), {MAX_CONTEXT} positions.",
         "It exists to test and demonstrate KV-cache compression without a download; it is no "

@@ -141,8 +141,10 @@ def print_sweep(shape: Shape, found: dict[Tuning, float]) -> None:
 
 def compile_one(name: str, variant: Variant, tuning: Tuning, batch: int) -> None:
     """Leave a cut's kernels in Triton's cache: the same launches over a few rows."""
-    sizes = {"batch": batch, "tokens": 16 * variant.page, "num_layers": LAYERS, "seed": SEED}
-    work = build_workload(SHAPES[name], variant, **sizes, device=torch.device("cuda"))
+    work = build_workload(
+        SHAPES[name], variant, batch=batch, tokens=16 * variant.page, num_layers=LAYERS, seed=SEED,
+        device=torch.device("cuda"),
+    )  # fmt: skip
     step_of(work, tuning)(0)
     torch.cuda.synchronize()
 

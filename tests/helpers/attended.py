@@ -117,7 +117,10 @@ class Attended:
         [N, W], and the formula's."""
         slots, decode = self.slots[: len(counts)], max(counts) == 1
         self.pool.extend(slots, list(counts))
-        parts, begin, where, index = [], 0, [], []
+        parts: list[AttentionMetadata] = []
+        where: list[int] = []
+        index: list[int] = []
+        begin = 0
         positions = [
             torch.arange(self.done[s], self.done[s] + n) for s, n in zip(slots, counts, strict=True)
         ]

@@ -1,5 +1,7 @@
 """What tests of cli share with others."""
 
+from typing import Any
+
 import pytest
 import torch
 import transformers as hf
@@ -8,7 +10,7 @@ from commands import without_progress
 from kvfold.cli.main import main
 from kvfold.hub.loading import load_tokenizer
 
-TINY = {
+TINY: dict[str, Any] = {
     "vocab_size": 4096,
     "hidden_size": 32,
     "intermediate_size": 48,

@@ -69,7 +69,8 @@ def cut(case: Case, tuning: Tuning, num_slices: int) -> DecodePlan:
 
 
 def run(case: Case, tuning: Tuning, num_slices: int) -> tuple[Tensor, Tensor]:
-    return decode_triton.decode(*case.args, plan=cut(case, tuning, num_slices))
+    q, pages, slots, scale = case.args
+    return decode_triton.decode(q, pages, slots, scale, plan=cut(case, tuning, num_slices))
 
 
 def check(case: Case, out: Tensor, lse: Tensor, slack: float = 0.0) -> None:

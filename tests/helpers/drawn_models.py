@@ -12,8 +12,8 @@ from torch import Tensor
 
 import kvfold
 from kvfold.hub.checkpoint import mark
-from kvfold.layout import CacheSpec, Latent, LayerSpec
-from kvfold.layout.latents import plain_layer
+from kvfold.layout import CacheSpec, Latent, LayerSpec, Side
+from kvfold.layout.latents import KeyKind, ValueKind, plain_layer
 from kvfold.maps.family import attention_family
 from kvfold.maps.layer_maps import Maps
 from kvfold.maps.layers import attention_layers
@@ -115,8 +115,8 @@ class ModelCase:
             "attn_implementation": "eager" if self.eager or self.kind in EAGER else "sdpa",
         }
         if self.kind == "opt":
-            sizes = {"ffn_dim": 32, "word_embed_proj_dim": self.hidden}
-            return hf.OPTConfig(**about, **sizes, dropout=0.0)
+            about |= {"ffn_dim": 32, "word_embed_proj_dim": self.hidden}
+            return hf.OPTConfig(**about, dropout=0.0)
         if self.kind == "gpt2":
             return hf.GPT2Config(**about)  # which knows these names too
         about |= {
@@ -189,8 +189,8 @@ class LayerCase:
     """The maps of a layer. keys: a LayerSpec's; joint: one latent of both sides; key_heads,
     value_heads: of each latent; ranks: in eighths of what latents stand for, taken in turn."""
 
-    keys: str
-    values: str
+    keys: KeyKind
+    values: ValueKind
     joint: bool
     key_heads: int
     value_heads: int
@@ -218,7 +218,8 @@ class SubjectCase:
         model, d, heads = self.model, self.model.head_dim, self.model.kv_heads
         if case.keys == "plain":
             return LayerPlan(plain_layer(geometry_of(model)), (), rope, window)
-        latents, maps = [], []
+        latents: list[Latent] = []
+        maps = []
         for side, size in self._latents(case):
             for i in range(0, heads, size):
                 width = size * d * len(side)
@@ -238,7 +239,7 @@ class SubjectCase:
         spec = LayerSpec(keys=case.keys, values=case.values, latents=tuple(latents))
         return LayerPlan(spec, tuple(maps), rope, window)
 
-    def _latents(self, case: LayerCase) -> list[tuple[str, int]]:
+    def _latents(self, case: LayerCase) -> list[tuple[Side, int]]:
         """Sides of latents, and of how many heads each is."""
         if case.joint:
             return [("kv", self.model.kv_heads)]
@@ -274,7 +275,7 @@ class SubjectCase:
             spec = CacheSpec(
                 geometry=geometry_of(self.model), layers=tuple(x.spec for x in self.plans)
             )
-            maps = [list(x.latents) or [None] * len(x.spec.latents) for x in self.plans]
+            maps: list[Any] = [list(x.latents) or [None] * len(x.spec.latents) for x in self.plans]
             fold_model(model, family_of(model.config), spec, maps)
             mark(model, spec, {})
         else:
@@ -369,7 +370,9 @@ def layer_cases(draw: Any, model: ModelCase, folded: bool) -> LayerCase:
     keys = draw(st.sampled_from(kinds))
     sizes = [x for x in (1, 2, 4) if model.kv_heads % x == 0]
     joint = keys == "pre_rope" and draw(st.booleans())
-    values = draw(st.sampled_from(["rebuilt", "fused"])) if folded else "rebuilt"
+    values: ValueKind = "rebuilt"
+    if folded:
+        values = draw(st.sampled_from(["rebuilt", "fused"]))
     return LayerCase(
         keys=keys,
         values="plain" if keys == "plain" else values,

@@ -17,7 +17,22 @@ from pathlib import Path
 from typing import Any
 
 Fault = tuple[str, bytes]  # what was done, and what the file holds then
-VALUES = (None, True, -1, 0, 1.5, 10**9, 2**63, 10**400, float("nan"), "", "a\x00b", [], [[]], {})
+VALUES: tuple[Any, ...] = (
+    None,
+    True,
+    -1,
+    0,
+    1.5,
+    10**9,
+    2**63,
+    10**400,
+    float("nan"),
+    "",
+    "a\x00b",
+    [],
+    [[]],
+    {},
+)
 SIZES = (0, 1, 2**31 - 1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 32, 2**64 - 1)
 
 

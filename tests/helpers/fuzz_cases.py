@@ -29,6 +29,7 @@ def model_of(name: str, recipe: str | None):
 def same_up_to_rounding(alone: Completion, beside: Completion) -> int:
     """Tokens that agree: all, or those before one where the likeliest have the same chances."""
     assert beside.error is None and alone.error is None, (alone.error, beside.error)
+    assert alone.logprobs is not None and beside.logprobs is not None
     both = zip(alone.token_ids, beside.token_ids, strict=False)
     for i, (a, b) in enumerate(both):
         for x, y in zip(alone.logprobs[i].top, beside.logprobs[i].top, strict=True):

@@ -1,8 +1,10 @@
 """What tests of maps rope share with others."""
 
+from typing import Any
+
 import torch
 
-from kvfold.layout import Latent, LayerSpec
+from kvfold.layout import Latent, LayerSpec, Side
 from kvfold.maps.layers import AttentionLayer, attention_layers
 from kvfold.maps.rope_maps import RopeMaps
 from kvfold.maps.rotation import Rotation, find_rotations
@@ -29,6 +31,8 @@ REFUSED = {
     "zaya": UNTOLD,
 }
 
+NO_SPEC: Any = None  # maps alone decide
+
 
 def random_maps(
     layer: AttentionLayer, rotation: Rotation, keep: float = 1.0, joint=False
@@ -39,7 +43,7 @@ def random_maps(
     sizes = [heads * (d + dv)] if joint else [d] * heads + [heads * dv]
     latents, maps = [], []
     for i, size in enumerate(sizes):
-        side = "kv" if joint else "k" if i < heads else "v"
+        side: Side = "kv" if joint else "k" if i < heads else "v"
         own = (i,) if side == "k" else tuple(range(heads))
         down = orthogonal(1, size)[0] * (torch.rand(size, dtype=torch.float64) + 0.5)
         up, rank = torch.linalg.inv(down).mT, int(size * keep)
@@ -63,4 +67,4 @@ def maps_of(model, layers, keep: float = 1.0, joint: bool = False) -> dict[str, 
 def sidecar(model, keep: float = 1.0, joint: bool = False) -> Sidecar:
     layers = attention_layers(model)
     maps = maps_of(model, layers, keep, joint)
-    return Sidecar(maps=maps, spec=None, base=probes_of(layers), provenance={})
+    return Sidecar(maps=maps, spec=NO_SPEC, base=probes_of(layers), provenance={})

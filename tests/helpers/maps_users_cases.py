@@ -1,16 +1,20 @@
 """What tests of maps users share with others."""
 
+from typing import Any
+
 import torch
 
 from kvfold.maps.layers import attention_layers
 from kvfold.maps.sidecar import Sidecar, probes_of
 from maps_cases import random_maps
 
+NO_SPEC: Any = None  # maps alone decide
+
 
 def full_rank(model, keep: float = 1.0) -> Sidecar:
     layers = attention_layers(model)
     maps = {layer.name: random_maps(layer, keep) for layer in layers}
-    return Sidecar(maps=maps, spec=None, base=probes_of(layers), provenance={})
+    return Sidecar(maps=maps, spec=NO_SPEC, base=probes_of(layers), provenance={})
 
 
 def generated(model, ids: torch.Tensor, **settings) -> torch.Tensor:

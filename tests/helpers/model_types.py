@@ -4,6 +4,8 @@ The attention of `TYPES` is called through `ALL_ATTENTION_FUNCTIONS`, that of `R
 Types that the installed transformers lacks are left out.
 """
 
+from typing import Any
+
 import torch
 import transformers as hf
 from transformers import CONFIG_MAPPING, PreTrainedModel
@@ -66,7 +68,7 @@ MHA = {"num_key_value_heads": 4}
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 QWEN_VISION = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32}
 
-_TYPES = {
+_TYPES: dict[str, dict[str, Any]] = {
     # Rotary keys of grouped heads
     "llama": {},
     "mistral": {},
@@ -343,7 +345,7 @@ _TYPES = {
         "router_hidden_size": 16,
     },
 }
-_REFUSED = {
+_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bloom": (GPT2, "computes attention itself, with ALiBi"),
     "mpt": ({"d_model": 64, "n_layers": 4, "n_heads": 4}, "computes attention itself, with ALiBi"),
     "falcon": ({"head_dim": None}, "computes attention itself"),
@@ -413,7 +415,7 @@ def config(name: str) -> hf.PreTrainedConfig:
 def tiny(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A tiny model with the same random weights at every call, in eval mode."""
     if name in _TYPES and "text_config" in _TYPES[name]:
-        builder = hf.AutoModelForImageTextToText
+        builder: Any = hf.AutoModelForImageTextToText
     else:
         builder = hf.AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):

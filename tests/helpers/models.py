@@ -1,5 +1,7 @@
 """Tiny random models of every family, and a dense stand-in for a folded one."""
 
+from typing import Any
+
 import torch
 import transformers as hf
 from torch import Tensor
@@ -7,15 +9,15 @@ from torch import Tensor
 from kvfold.cache.eviction.policies import POLICIES
 
 SERVED = [x for x in POLICIES if x != "learned"]  # whatever the model has learned
-COMMON = {
+COMMON: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 48,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "max_position_embeddings": 256,
 }
-ROTARY = {**COMMON, "intermediate_size": 64, "num_key_value_heads": 2}
-LLAMA3_ROPE = {
+ROTARY: dict[str, Any] = {**COMMON, "intermediate_size": 64, "num_key_value_heads": 2}
+LLAMA3_ROPE: Any = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
     "factor": 4.0,
@@ -27,6 +29,7 @@ LLAMA3_ROPE = {
 
 def _gemma2(layer_types: list[str]) -> hf.Gemma2Config:
     """A scale and caps that scores and logits of so small a model feel."""
+    attention: dict[str, Any] = {"attn_implementation": "eager"}  # sdpa of 5.17 leaves the cap out
     return hf.Gemma2Config(
         **ROTARY,
         head_dim=20,
@@ -35,7 +38,7 @@ def _gemma2(layer_types: list[str]) -> hf.Gemma2Config:
         final_logit_softcapping=2.0,
         sliding_window=16,
         layer_types=layer_types,
-        attn_implementation="eager",  # sdpa of transformers 5.17 leaves the cap out
+        **attention,
     )
 
 
@@ -77,7 +80,7 @@ CONFIGS = {
 
 def llama_8b(**changed) -> hf.LlamaConfig:
     """The shape of Llama-3.1-8B."""
-    shape = {
+    shape: dict[str, Any] = {
         "hidden_size": 4096,
         "intermediate_size": 14336,
         "num_hidden_layers": 32,

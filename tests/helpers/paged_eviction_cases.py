@@ -25,7 +25,7 @@ MASKED = "kvfold_test_masked"
 def _masked(module, query, key, value, attention_mask, scaling=None, softcap=None, **_):
     """Attention under `module.visible` bool [Hq, T, S]."""
     scale = scaling or module.scaling
-    out, _ = attention(query, key, value, module.visible[None], scale, softcap=softcap)
+    out = attention(query, key, value, module.visible[None], scale, softcap=softcap)[0]
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -35,7 +35,7 @@ AttentionInterface.register(MASKED, _masked)
 def survivors(session: PagedSession) -> list[list[int]]:
     """Positions that every group still holds."""
     runner = session.runner
-    _, positions, valid = runner.eviction.tracked(session.sequence.slot)
+    _, positions, valid = runner.eviction.tracked(session.sequence.open_slot)
     return [sorted(row[keep].tolist()) for row, keep in zip(positions[0], valid[0], strict=True)]
 
 

@@ -10,6 +10,7 @@ from math import e, log2
 import torch
 from torch import Tensor
 
+from kvfold.layout.latents import SIDES
 from kvfold.layout.pages import CacheLayout, Group, Latent
 from kvfold.ops.common.pages import LayerPages
 from kvfold.ops.common.pieces import latents_of, widest_value
@@ -24,7 +25,7 @@ def per_head(ranks: Ranks, **options) -> CacheLayout:
     """(key, value) rank of every KV head."""
     latents = [
         Latent(side=side, heads=(head,), rank=rank[i])
-        for i, side in enumerate("kv")
+        for i, side in enumerate(SIDES)
         for head, rank in enumerate(ranks)
     ]
     return one_layer(latents, **options)
@@ -34,7 +35,7 @@ def mixed(*bits: tuple[int, int], **options) -> CacheLayout:
     """16 keys and 16 values of every head, in so many bits."""
     latents = [
         Latent(side=side, heads=(head,), rank=16, tiers=((16, each[i]),))
-        for i, side in enumerate("kv")
+        for i, side in enumerate(SIDES)
         for head, each in enumerate(bits)
     ]
     return one_layer(latents, page=16, **options)
@@ -149,18 +150,17 @@ class Case:
         far = torch.arange(tables.shape[2]) * page >= all_lengths[..., None]
         tables = torch.where(far, 2**30, tables + page_offset)
         arena = torch.cat((arena.new_full((64 * page_offset,), 255), arena))
-        whole = sum(stored(rows.float(), group).double() for group in groups)
+        whole = torch.stack([stored(rows.float(), group).double() for group in groups]).sum(0)
         scale = 0.1
         if peak is not None:
-            found = [x @ k.T for _, _, x, k, _ in heads_of(q, whole, groups, counts)]
-            scale = peak / max(float(x.abs().max()) for x in found if x.numel())
-        args = [x.to(DEVICE) for x in (q, arena, tables, all_lengths)]
+            scores = [x @ k.T for _, _, x, k, _ in heads_of(q, whole, groups, counts)]
+            scale = peak / max(float(x.abs().max()) for x in scores if x.numel())
+        place = arena.to(DEVICE), tables.to(DEVICE), all_lengths.to(DEVICE)
         beyond = torch.cat((slots, torch.tensor([2**40]))).to(DEVICE)
         found = written_out(q, whole, groups, counts, scale)
-        each = sum(sizes(rows.float(), group).double() for group in groups)
+        each = torch.stack([sizes(rows.float(), group).double() for group in groups]).sum(0)
         slack = most_off(q, whole, each, groups, counts, scale)
-        q, *place = args
-        return cls((q, LayerPages(*place, groups), beyond[:-1], scale), *found, slack)
+        return cls((q.to(DEVICE), LayerPages(*place, groups), beyond[:-1], scale), *found, slack)
 
 
 def queries_of(

@@ -69,14 +69,14 @@ class LayerPlan:
         """Keys and values [B, H, T, d] as attention would get them back."""
         if self.spec.keys == "plain":
             return k, v
-        rotates = self.spec.keys == "pre_rope" and self.rope is not None
-        if rotates:
-            order = self.rope.order(k.shape[3])
-            k = self.rope.rotated(k, positions, -1)[..., order]
+        rope = self.rope if self.spec.keys == "pre_rope" else None
+        if rope is not None:
+            order = rope.order(k.shape[3])
+            k = rope.rotated(k, positions, -1)[..., order]
         k, v = self._through_latents(k, v)
-        if rotates:
+        if rope is not None:
             k = torch.empty_like(k).index_copy_(3, order, k)
-            k = self.rope.rotated(k, positions, 1)
+            k = rope.rotated(k, positions, 1)
         return k, v
 
     def _through_latents(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,13 +95,15 @@ class Reference:
     """A model that answers as its layers' plans say. It stays changed."""
 
     def __init__(self, model: PreTrainedModel, modules: list[Any], plans: list[LayerPlan]) -> None:
-        self.model, self.visible = model, None
+        self.model = model
+        self.visible: Tensor | None = None
         self.weights: list[Tensor] = []  # of every layer of the last forward [B, Hq, T, T]
         for module, plan in zip(modules, plans, strict=True):
             module.__dict__[PLAN] = self, plan
         for x in model.modules():
-            if hasattr(x, "config"):
-                x.config._attn_implementation = NAME
+            config: Any = getattr(x, "config", None)
+            if config is not None:
+                config._attn_implementation = NAME
 
     @torch.no_grad()
     def logits(self, ids: Tensor, positions: Tensor | None, visible: Tensor, **more: Any) -> Tensor:

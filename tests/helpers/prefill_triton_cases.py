@@ -4,6 +4,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -90,8 +91,8 @@ class Case:
         return cls(q.half(), keys, values, seen)
 
     def expected(self) -> tuple[Tensor, Tensor]:
-        sides = (replace(side, data=side.data.double()) for side in (self.keys, self.values))
-        return prefill_reference(self.q.double(), *sides, self.seen, self.scale)
+        keys, values = (replace(x, data=x.data.double()) for x in (self.keys, self.values))
+        return prefill_reference(self.q.double(), keys, values, self.seen, self.scale)
 
     def check(self, cut: Cut | Callable[[Widths], Cut] = CUT) -> tuple[Tensor, Tensor]:
         place = self.q, self.keys, self.values, self.seen, self.scale
@@ -114,7 +115,7 @@ class Case:
 class Compiling:
     """Stands for the kernel in launches, which then only compile it."""
 
-    def __init__(self, kernel: triton.JITFunction) -> None:
+    def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable:

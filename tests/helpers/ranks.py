@@ -44,7 +44,7 @@ class Ranks:
         found: dict[Any, Any] = {}
         patience = PATIENCE
         while ready := wait([pipe for pipe in pipes if pipe not in found], patience):
-            found |= {pipe: pickle.loads(pipe.recv_bytes()) for pipe in ready}
+            found |= {pipe: pickle.loads(pipe.recv_bytes()) for pipe in pipes if pipe in ready}
             if failed := [x for x in found.values() if isinstance(x, Exception)]:
                 patience = 1  # who has not failed may wait for who has
             if len(found) == size:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kvfold.layout import CacheSpec, Geometry, Latent, LayerSpec
+from kvfold.layout.latents import SIDES
 from kvfold.layout.pages import cache_layout
 from kvfold.ops.common.pages import LayerPages
 from kvfold.ops.latent_decode import KeyMaps, rope_table
@@ -32,7 +33,7 @@ def latents(kind: str, keys: list[int], values: int) -> tuple[Latent, ...]:
         own = [heads[first : first + share] for first in heads[::share]]
         return tuple(
             Latent(side=side, heads=each, rank=rank)
-            for side, rank in (("k", keys[0]), ("v", values))
+            for side, rank in zip(SIDES, (keys[0], values), strict=True)
             for each in own
         )
     if kind == "small":

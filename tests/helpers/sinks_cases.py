@@ -35,5 +35,6 @@ def far(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 def maps_of(model, keep: float, folder):
     tokenizer = bytes_tokenizer(folder)
-    about = {"align": 1, "windows": True, "max_tokens": 1024}
-    return kvfold.compress(model, keep=keep, tokenizer=tokenizer, **about)
+    return kvfold.compress(
+        model, keep=keep, tokenizer=tokenizer, align=1, windows=True, max_tokens=1024
+    )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def backends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]
 
 def folded(recipe: Recipe | None, align: int = 8, layers: int = 1, name: str = "llama3-scaling"):
     """A tiny fp16 model of so many layers, folded as a recipe says to half of its numbers."""
-    model = tiny(name)
+    model: Any = tiny(name)
     body = getattr(model.model, "decoder", model.model)  # OPT's
     body.layers, model.config.num_hidden_layers = body.layers[:layers], layers
     if recipe is not None:

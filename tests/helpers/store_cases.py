@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvfold.layout import CacheSpec, Geometry, LayerSpec
 from kvfold.layout.formats.integers import SCALES_IN, dequantize, lowest, quantize, scale_of
+from kvfold.layout.latents import SIDES
 from kvfold.layout.pages import CacheLayout, Group, Latent, cache_layout
 from kvfold.ops.common.pages import LayerPages
 from kvfold.ops.store.reference import StoredRows, append, gather
@@ -53,7 +54,7 @@ def random_layouts(draw, tracked: bool | None = None) -> CacheLayout:
         few = [0, *draw(st.lists(widths, min_size=1, max_size=2))]  # so that groups share a kind
         latents = [
             Latent(side=side, heads=(head,), rank=draw(st.sampled_from(few)))
-            for side in "kv"
+            for side in SIDES
             for head in range(heads)
         ]
     tiers = draw(st.lists(st.sampled_from([16, 8, 6, 4, 3, 2, 1]), min_size=1, max_size=3))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -139,7 +140,7 @@ def sharing_pool(tracked: bool, num_pages: int, *, num_slots: int, max_tokens: i
     return SharingPool(layout, size, num_slots=num_slots, max_tokens=max_tokens)
 
 
-POOLS = {
+POOLS: dict[str, Callable[..., Any]] = {
     "fake": FakePool,
     "real": real_pool,
     "shared": partial(sharing_pool, False),  # requests read pages of others
@@ -177,7 +178,7 @@ class StubRunner:
         self._fail([chunk.request for chunk in batch.chunks])
         found = []
         for piece in batch.chunks:
-            slot, stop = piece.request.slot, piece.start + len(piece.tokens)
+            slot, stop = piece.request.open_slot, piece.start + len(piece.tokens)
             self.cells |= {(slot, piece.start + i): t for i, t in enumerate(piece.tokens)}
             self.rows[slot] = self.pool.host_lengths[slot]
             if piece.wants_logits:
@@ -207,7 +208,7 @@ class StubRunner:
         assert sum(sizes) <= self.max_batch_tokens and max(sizes) <= longest and min(sizes) >= 1
         assert all(len(p.tokens) == 1 and p.wants_logits for p in batch.chunks if p.is_decode)
         for piece in batch.chunks:
-            slot = piece.request.slot
+            slot = piece.request.open_slot
             before = 0 if piece.start == 0 else self.rows[slot]
             assert (before + len(piece.tokens) == self.pool.host_lengths[slot]).all()
         self.batches.append([(p.request.id, p.start, len(p.tokens)) for p in batch.chunks])
@@ -242,7 +243,8 @@ class StubRunner:
         assert not any(map(self.needs_rescoring, chosen))
         self._fail(chosen)
         for sequence in chosen:
-            slot, most = sequence.slot, sequence.cache.max_cache_tokens
+            slot, most = sequence.open_slot, sequence.cache.max_cache_tokens
+            assert most is not None
             kept = np.minimum(self.rows[slot], [most, most + PAGE])
             self.pool.truncate(slot, kept)
             self.rows[slot] = kept
@@ -260,13 +262,13 @@ class PagedStub(StubRunner):
         self._fail([chunk.request for chunk in batch.chunks])
         found = []
         for piece in batch.chunks:
-            slot = piece.request.slot
+            slot = piece.request.open_slot
             for group in range(2):
                 first = int(self.pool.host_lengths[slot, group]) - len(piece.tokens)
                 for i, token in enumerate(piece.tokens):
                     self._cell(slot, group, first + i)[:] = token + 1, piece.start + i
         for piece in batch.chunks:
-            slot, stop = piece.request.slot, piece.start + len(piece.tokens)
+            slot, stop = piece.request.open_slot, piece.start + len(piece.tokens)
             if piece.wants_logits:
                 held = {position: token - 1 for token, position in self._rows_of(slot, 0)}
                 other = {position: token - 1 for token, position in self._rows_of(slot, 1)}
@@ -279,7 +281,7 @@ class PagedStub(StubRunner):
 
     def check(self, batch: Batch) -> None:
         for piece in batch.chunks:
-            slot = piece.request.slot
+            slot = piece.request.open_slot
             self.rows[slot] = self.pool.host_lengths[slot] - len(piece.tokens)
         super().check(batch)
 
@@ -296,7 +298,8 @@ class PagedStub(StubRunner):
         assert not any(map(self.needs_rescoring, chosen))
         self._fail(chosen)
         for sequence in chosen:
-            slot, most = sequence.slot, sequence.cache.max_cache_tokens
+            slot, most = sequence.open_slot, sequence.cache.max_cache_tokens
+            assert most is not None
             self.pool.make_private(slot)
             kept = np.minimum(self.pool.host_lengths[slot], [most, most + PAGE])
             for group, count in enumerate(kept):
@@ -392,7 +395,9 @@ def alone(prompt: tuple[int, ...], params: SamplingParams) -> tuple[int, ...]:
     while len(tokens) - len(prompt) < params.max_new_tokens:
         logits = logits_after(tokens)[None]
         place = [params.seed or 0], [len(tokens)]
-        tokens.append(sample(logits, [params], *place).on_host([params])[0].token)
+        token = sample(logits, [params], *place).on_host([params])[0].token
+        assert token is not None
+        tokens.append(token)
         if tokens[-1] == EOS and not params.ignore_eos:
             break
     return tuple(tokens[len(prompt) :])

@@ -59,7 +59,7 @@ def packed(codes: Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) ->
     """Eight codes along a dimension as an int32."""
     each = codes.movedim(dim, -1).unflatten(-1, (-1, 8))
     words = sum(each[..., place] << 4 * i for i, place in enumerate(order))
-    words = torch.where(words >= 2**31, words - 2**32, words)  # type: ignore[arg-type]
+    words = torch.where(words >= 2**31, words - 2**32, words)
     return words.int().movedim(-1, dim).contiguous()
 
 

@@ -117,7 +117,8 @@ def of_demo(folder: Path) -> Writer:
     """The demo, of one recipe and size on little text, which is measured once: autograd does not
     work in a forked process."""
     sizes = demo.measured_sizes
-    demo.RECIPES, demo.KEEPS, demo.SIZES = ("small",), (0.5,), demo.SIZES[:1]
+    few: dict[str, Any] = {"RECIPES": ("small",), "KEEPS": (0.5,), "SIZES": demo.SIZES[:1]}
+    vars(demo).update(few)
     demo.CALIBRATION_TOKENS, demo.TEXT_TOKENS, demo.CTX = 4096, 256, 128
     demo.NEEDLE_CONTEXTS = demo.FACT_CONTEXTS = 0
     demo.NEW_TOKENS = 2

@@ -142,11 +142,12 @@ def test_no_replica_is_well_and_they_come_back() -> None:
 
 
 def test_who_leaves_leaves_the_replica() -> None:
+    brief = httpx.Timeout(60, read=0.2)
     with stub(how="slow") as one, routing(one) as client:
         for body in (WHOLE, STREAM):
             one.how = "slow"
             with pytest.raises(httpx.ReadTimeout):
-                client.post(PATH, json=body | {"stream": True}, timeout=0.2)
+                client.post(PATH, json=body | {"stream": True}, timeout=brief)
             until(lambda: one.open == 0)
             until(lambda: set(metrics(client, "open_requests").values()) == {0})
 

@@ -152,9 +152,8 @@ def test_a_slow_grammar_ends_its_request_alone(small: Served, monkeypatch, asked
         assert "too much memory" in error["message"] and error["param"] in asked
         beside = small.ask(prompt="a", structured_outputs={"regex": "[0-9]{4}"})
     assert beside["choices"][0]["text"].isdigit()
-    begun = time.monotonic()
+    monkeypatch.setattr(grammar, "GrammarProcess", None)  # it is known, and not compiled again
     assert small.refused(400, prompt="a", **asked)["message"] == error["message"]
-    assert time.monotonic() - begun < 1  # it is known
 
 
 @pytest.mark.parametrize(

@@ -137,8 +137,9 @@ class Compressor:
             if report is not None:
                 report(source.layer + 1, self.geometry.num_layers)
         scores = self.ranks.scores(candidates, self._sources(measured))
+        layers = self.geometry.num_layers
         scored = [
-            replace(c, score=score, skip=self.ranks.stays_whole(c.layer, score))
+            replace(c, score=score, skip=self.ranks.stays_whole(c.layer, layers, score))
             for c, score in zip(candidates, scores, strict=True)
         ]
         return Prepared(compressor=self, statistics=measured, candidates=scored)

@@ -77,8 +77,8 @@ class RankMethod(ABC):
         """
         return [candidate.score for candidate in candidates]
 
-    def stays_whole(self, layer: int, score: float) -> bool:
-        """Whether a layer's latent with this score stays uncompressed."""
+    def stays_whole(self, layer: int, num_layers: int, score: float) -> bool:
+        """Whether a latent with this score, of one of the model's layers, stays uncompressed."""
         return layer in self.recipe.skip_layers
 
     @abstractmethod

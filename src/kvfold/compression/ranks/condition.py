@@ -23,10 +23,9 @@ class Condition(RankMethod):
 
     def scores(self, candidates: Candidates, sources: Iterable[Source]) -> list[float]:
         logs = log_conditions(source.weights for source in sources)
-        self.num_whole = round(self.recipe.whole_share * len(logs))
         return [logs[c.layer] for c in candidates]
 
-    def stays_whole(self, layer: int, score: float) -> bool:
+    def stays_whole(self, layer: int, num_layers: int, score: float) -> bool:
         """Whether the layer is one of the first `whole_share` of all.
 
         LoRC's Algorithm 1 leaves layers whole whose cumulative condition number is above a
@@ -34,7 +33,8 @@ class Condition(RankMethod):
         thresholds of §6.2 have no unit; which share they leave follows from Table 2
         (docs/lab/paper-differences.md).
         """
-        return layer < self.num_whole or super().stays_whole(layer, score)
+        num_whole = round(self.recipe.whole_share * num_layers)
+        return layer < num_whole or super().stays_whole(layer, num_layers, score)
 
     def priorities(self, candidates: Candidates, budget: int) -> list[Tensor]:
         logs = torch.tensor([c.score for c in candidates]).double()

@@ -118,17 +118,14 @@ def not_finite(
     runner: ModelRunner, prompts: Sequence[Sequence[int]], rest: Sequence[Sequence[int]]
 ) -> ValueError:
     """The error for `run_tokens` of these tokens giving logits that are not finite. Runs them again
-    without graphs, up to the first bad step. Raises ValueError for weights that are not finite."""
+    eagerly, up to the first bad step. Raises ValueError for weights that are not finite."""
     check_finite(runner.model)
-    graphs, runner.graphs = runner.graphs, None
-    try:
-        with watched(runner.model) as first, closing(run_tokens(runner, prompts, rest)) as steps:
-            for _ in steps:
-                if first() != HEAD:
-                    break
-            part = first()
-    finally:
-        runner.graphs = graphs
+    steps = run_tokens(runner, prompts, rest)
+    with runner.eager(), watched(runner.model) as first, closing(steps):
+        for _ in steps:
+            if first() != HEAD:
+                break
+        part = first()
     return ValueError(
         f"{part} gives numbers that are not finite in {dtype_name(runner.model)} on {runner.device}"
         f", as tokens are decoded through the cache; {way_out(runner.model)}. If the original "
