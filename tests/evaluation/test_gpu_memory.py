@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from kvfold.evaluation.capacity import GIB, WORK, Capacity
 
 import kvfold
 from kvfold import LLM
 from kvfold.bench.synthetic_engine import config_of, random_model
 from kvfold.cli.main import main
 from kvfold.config import CacheConfig
-from kvfold.evaluation.capacity import GIB, WORK, Capacity
 from kvfold.maps.layers import attention_layers
 from kvfold.maps.plain import plain_sidecar
 from kvfold.maps.sidecar import Sidecar, probes_of
