@@ -60,3 +60,80 @@ def test_the_table_is_what_was_measured() -> None:
         TABLE.write_text(json.dumps(expected, indent=2) + "\n")
     assert json.loads(TABLE.read_text()) == expected
     assert expected.keys() == reference.MODELS.keys()
+
+
+def option(name: str, requests: int, slow: bool = False) -> advice.Option:
+    room = Room(
+        context=1,
+        num_kept=1,
+        requests=requests,
+        request_bytes=1,
+        step_ms=None,
+        step_estimated=False,
+        tokens_per_s=None,
+    )
+    return advice.Option(
+        name=name, flags=None, memory=cast(Any, None), room=room, smaller=1, slow=slow
+    )
+
+
+OPTIONS = [
+    option("original", 10),
+    option("--bits 8", 20),
+    option("--bits 4", 40),
+    option("swift 4x", 40),
+    option("swift 5x", 50),
+    option("small 6x", 60, slow=True),
+    option("small 8x", 80, slow=True),
+    option("these options", 100),
+]
+
+
+@pytest.mark.parametrize(
+    ("limit", "sequences", "name"),
+    [
+        (2, None, "swift 4x"),  # --bits 4 holds as many and loses more
+        (1, None, "--bits 8"),
+        (5, None, "swift 5x"),
+        (0, None, "original"),
+        (2, 10, "original"),
+        (2, 11, "--bits 8"),
+        (2, 21, "swift 4x"),
+        (2, 41, "small 6x"),
+        (2, 61, None),
+        (5, 61, "small 8x"),
+    ],
+)
+def test_the_choice(limit: float, sequences: int | None, name: str | None) -> None:
+    measured = advice.measured_models()[0]
+    chosen = advice.choose(OPTIONS, measured, limit, sequences)
+    assert (None if chosen is None else chosen.name) == name
+
+
+def test_the_nearest_model_comes_first_and_a_measured_one_alone() -> None:
+    def names(model: str, config: Any) -> list[str]:
+        return [x.key for x in advice.nearest_models(model, config)]
+
+    qwen_first = ["qwen2.5-coder-1.5b", "smollm2"]
+    assert names("x", config_of("llama-3.1-8b")) == qwen_first
+    assert names("x", config_of("tiny")) == qwen_first[::-1]
+    assert names("reference:smollm2", config_of("tiny")) == ["smollm2"]
+    assert names("Qwen/Qwen2.5-Coder-1.5B-Instruct", config_of("tiny")) == qwen_first[:1]
+
+
+def test_the_command_says_whose_figures_they_are(capsys, tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+    call = ["advise", "random:tiny", "--context", "512", "--gpu", "h100"]
+    assert main([*call, "--json", str(path)]) == 0
+    out, found = capsys.readouterr().out, json.loads(path.read_text())
+    assert "OTHER models' figures" in out and max(map(len, out.splitlines())) <= 80
+    rows = {x["setting"]: x for x in found["rows"]}
+    assert rows["--bits 8"]["step_ms"] and rows["original"]["step_ms"]
+    assert all(x["step_ms"] is None for x in rows.values() if x["reconstructs_keys"])
+    assert found["advice"] == "--bits 8" and found["loss_percent"] == 2
+    assert found["commands"][-1][:3] == ["vllm", "serve", "MODEL"]
+    assert "* Take --bits 8: " in out and "Within the same loss small " in out
+    assert main([*call, "--sequences", "1"]) == 0
+    assert "* Take the original: " in capsys.readouterr().out
+    assert main([*call, "--gpu", "1GB"]) == 0
+    assert "the weights leave no room" in capsys.readouterr().out

@@ -97,12 +97,12 @@ class Option:
 
 
 def options_of(
-    original: GPUMemory, context: int, sequences: int | None, plans: bool = True
+    original: GPUMemory, context: int, sequences: int | None, *, timed: bool, plans: bool
 ) -> list[Option]:
     """The settings that a user may choose from, for requests of `context` tokens: the original
     cache, fewer bits, and plans of recipes. Plans that the model cannot have are left out.
 
-    sequences: as in `GPUMemory.room`. plans: whether to make plans.
+    sequences, timed: as in `GPUMemory.room`. plans: whether to make plans.
     """
     config = original.config
     memory = {"gpu_bytes": original.gpu_bytes, "share": original.share, "config": config}
@@ -126,7 +126,7 @@ def options_of(
             flags = () if goal is None else (f"--goal {goal}",)
             estimates[f"{name} {factor}x"] = (*flags, f"--factor {factor}"), estimate
     return [
-        option(name, original, estimate, context, sequences, flags)
+        option(name, original, estimate, context, sequences, timed=timed, flags=flags)
         for name, (flags, estimate) in estimates.items()
     ]
 
@@ -137,18 +137,20 @@ def option(
     estimate: GPUMemory,
     context: int,
     sequences: int | None,
+    *,
+    timed: bool,
     flags: tuple[str, ...] | None = None,
 ) -> Option:
-    """The option of a setting. flags: those of the plan that `kvfold compress` would make; its
-    steps, if they reconstruct keys, have no predicted time: that depends too much on the plan."""
-    room = estimate.room(context, sequences)
+    """The option of a setting. flags: those of the plan that `kvfold compress` would make; if its
+    steps reconstruct keys, no time is predicted, which depends too much on the plan."""
     layers = estimate.spec.layers if estimate.spec is not None else ()
     slow = any(layer.keys == "pre_rope" for layer in layers)
+    room = estimate.room(context, sequences, timed and not (slow and flags))
     return Option(
         name=name,
         flags=flags,
         memory=estimate,
-        room=room.without_step() if slow and flags else room,
+        room=room,
         smaller=original.request_bytes(context) / room.request_bytes,
         slow=slow,
     )

@@ -56,10 +56,6 @@ class Room:
     step_estimated: bool
     tokens_per_s: float | None
 
-    def without_step(self) -> "Room":
-        """The same without the predicted time of a step."""
-        return replace(self, step_ms=None, step_estimated=False, tokens_per_s=None)
-
     def record(self) -> dict[str, Any]:
         """Convert to plain values; `num_kept` has the key `kept`."""
         values = asdict(self)
@@ -117,7 +113,7 @@ class GPUMemory:
     def layout(self) -> CacheLayout:
         return layout_of(self.config, self.spec, self.cache, self._policy, DTYPE.itemsize, "cuda")
 
-    @property
+    @cached_property
     def weights(self) -> int:
         if self.map_numbers is None:
             return weight_bytes(self.config, self.layout.spec)
@@ -152,15 +148,15 @@ class GPUMemory:
         geometry = self.layout.spec.geometry
         return state_bytes(geometry, context, DTYPE.itemsize) if self.cache.repair else 0
 
-    def room(self, context: int, sequences: int | None = None) -> Room:
+    def room(self, context: int, sequences: int | None = None, timed: bool = True) -> Room:
         """What fits, for requests of `context` tokens. sequences: in the step whose time is
-        predicted, of those that fit (None: all)."""
+        predicted, of those that fit (None: all). timed: whether to predict it."""
         num_kept = self.num_kept(context)
         one, prefilling = self.request_bytes(num_kept), self._prompt_bytes(context)
         free = self.pool - (prefilling - one)
         requests = max(0, free // (one + self.beside_pages(context)))
         batch = min(requests, sequences or requests)
-        step = self._step(batch, num_kept)
+        step = self._step(batch, num_kept) if timed else None
         return Room(
             context=context,
             num_kept=num_kept,
