@@ -3,10 +3,15 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+import pytest
 
 import kvfold
+from kvfold.bench.synthetic_engine import config_of
+from kvfold.cli.main import main
 from kvfold.evaluation import advice
+from kvfold.evaluation.gpu_memory import Room
 from kvfold.hub import reference
 
 ROOT = Path(__file__).parents[2]
@@ -123,7 +128,7 @@ def test_the_nearest_model_comes_first_and_a_measured_one_alone() -> None:
 
 def test_the_command_says_whose_figures_they_are(capsys, tmp_path: Path) -> None:
     path = tmp_path / "found.json"
-    call = ["advise", "random:tiny", "--context", "512", "--gpu", "h100"]
+    call = ["advise", "random:tiny", "--context", "512"]
     assert main([*call, "--json", str(path)]) == 0
     out, found = capsys.readouterr().out, json.loads(path.read_text())
     assert "OTHER models' figures" in out and max(map(len, out.splitlines())) <= 80

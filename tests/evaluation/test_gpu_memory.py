@@ -98,8 +98,11 @@ def test_bytes_with_maps_are_those_of_an_engine(capsys, tmp_path, bits: int | No
         assert main(["advise", *call, "--context", "512", *flags]) == 0
         out = capsys.readouterr().out
         rows = [x.split("  ")[0] for x in out.splitlines() if "x  " in x]
-        assert rows == ["original", "--bits 8", "maps" + ", these options" * (bits is not None)]
-        assert f"kvfold serve {call[0]} " in out and f'"maps": "{tmp_path}/maps"' in out
+        assert rows == ["original", "--bits 8", "maps" + ", options" * (bits is not None)]
+        assert (
+            f"kvfold serve {call[0]} " in out.replace(" \\\n     ", "")
+            and f'"maps": "{tmp_path}/maps"' in out
+        )
 
 
 def test_maps_that_leave_out_layers_with_other_heads_are_refused() -> None:

@@ -180,7 +180,7 @@ class Report:
         measured = self.provenance.get("measured") or {}
         if (lost := measured.get("lost")) is None or self.chosen is None:
             return None
-        if self.chosen.name not in ("maps", "checkpoint"):
+        if self.chosen.name != "maps":
             return None
         error = measured["lost_se"]
         return percent(100 * expm1(lost)) + ("" if error is None else f" ± {percent(100 * error)}")

@@ -101,7 +101,7 @@ def advise(
             estimate = GPUMemory.of_maps(sidecar, cache=cache, **memory)
         else:
             estimate = GPUMemory(spec=spec, cache=cache, **memory)
-        title = "maps" if sidecar is not None else "checkpoint" if saved is not None else None
+        title = None if stored is None else "maps" if sidecar is not None else "folded"
         chosen = advice.option(
             name_of(cache, title), original, estimate, context, sequences, timed=timed
         )
@@ -148,6 +148,6 @@ def load_config(model: str, maps: "Sidecar | None" = None) -> Any:
 def name_of(cache: CacheConfig, title: str | None) -> str:
     """What a table calls a setting that the user named. title: of a compressed model."""
     words = cache_words(cache)
-    if title is None:
-        return " ".join(words) if len(words) == 2 else "these options" if words else "original"
-    return title + ", these options" * bool(words)
+    if title is not None:
+        return f"{title}, options" if words else title
+    return " ".join(words) if cache == CacheConfig(bits=cache.bits) else "these options"
