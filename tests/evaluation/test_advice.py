@@ -9,7 +9,8 @@ import pytest
 
 import kvfold
 from kvfold.bench.synthetic_engine import config_of
-from kvfold.cli.main import main
+from kvfold.cli.main import app, main
+from kvfold.cli.settings import expanded
 from kvfold.evaluation import advice
 from kvfold.evaluation.gpu_memory import Room
 from kvfold.hub import reference
@@ -126,6 +127,14 @@ def test_the_nearest_model_comes_first_and_a_measured_one_alone() -> None:
     assert names("Qwen/Qwen2.5-Coder-1.5B-Instruct", config_of("tiny")) == qwen_first[:1]
 
 
+def check_parses(commands: list[list[str]]) -> None:
+    """The commands of kvfold have flags that exist, with values that are legal."""
+    for program, *words in commands:
+        if program == "kvfold":
+            reader, flags = expanded(app, words)
+            reader.parse_args(flags, exit_on_error=False, print_error=False)
+
+
 def test_the_command_says_whose_figures_they_are(capsys, tmp_path: Path) -> None:
     path = tmp_path / "found.json"
     call = ["advise", "random:tiny", "--context", "512"]
@@ -137,8 +146,12 @@ def test_the_command_says_whose_figures_they_are(capsys, tmp_path: Path) -> None
     assert all(x["step_ms"] is None for x in rows.values() if x["reconstructs_keys"])
     assert found["advice"] == "--bits 8" and found["loss_percent"] == 2
     assert found["commands"][-1][:3] == ["vllm", "serve", "MODEL"]
+    check_parses(found["commands"])
     assert "* Take --bits 8: " in out and "Within the same loss small " in out
     assert main([*call, "--sequences", "1"]) == 0
     assert "* Take the original: " in capsys.readouterr().out
+    assert main([*call, "--loss", "0.5%", "--set", "share=0.5", "--json", str(path)]) == 0
+    check_parses(json.loads(path.read_text())["commands"])
+    assert "--gpu-memory-utilization 0.5" in capsys.readouterr().out
     assert main([*call, "--gpu", "1GB"]) == 0
     assert "the weights leave no room" in capsys.readouterr().out

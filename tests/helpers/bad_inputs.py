@@ -840,8 +840,8 @@ MEASURING = {
         "b200, or a size such as 24GB or 22.5GiB; got '24'"
     ),
     "kvfold advise reference:gqa --loss 1": (
-        "--loss must be the most perplexity to add, in per cent from 0% to 1000%, such as 1%;"
-        " got '1'"
+        "--loss must be the most perplexity to add, such as 1% or 0.5%, or the same as"
+        " \"ppl<=1.01\"; got '1'"
     ),
     "kvfold advise reference:gqa --loss 1% --bits 4": (
         "--loss chooses between settings, and here one is named, by an option of the cache, by"

@@ -26,6 +26,23 @@ ModelOrShape = Annotated[
         " with a shape of bench decode, such as random:llama-3.1-8b."
     ),
 ]
+# Both have the name of a flag of `serve` and of `compress`, and one of their own.
+Sequences = Annotated[
+    int | None,
+    Parameter(
+        name=("--max-sequences", "--sequences"),
+        help="Requests that should fit at once; by default as many as possible.",
+        show_default=False,
+    ),
+]
+Loss = Annotated[
+    str | None,
+    Parameter(
+        name=("--budget", "--loss"),
+        help='The most perplexity to add, such as 1% or "ppl<=1.01"; by default 2%.',
+        show_default=False,
+    ),
+]
 Share = Annotated[float, Parameter(help="Share of the GPU's memory to use.")]
 
 
@@ -35,8 +52,8 @@ def advise(
     *,
     gpu: str = "h100",
     context: int | None = None,
-    sequences: int | None = None,
-    loss: str | None = None,
+    sequences: Sequences = None,
+    loss: Loss = None,
     maps: MapsName = None,
     storage: Storage = STORAGE,
     share: Share = 0.9,
@@ -56,10 +73,6 @@ def advise(
     context
         Tokens of a request, prompt and answer together; by default 8192, or the model's maximum if
         that is less.
-    sequences
-        Requests that should fit at once; by default as many as possible.
-    loss
-        The most perplexity to add; by default 2%.
     json
         File for the results as JSON.
     """

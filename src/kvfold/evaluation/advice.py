@@ -5,6 +5,7 @@ with benchmarks/results. They are other models' figures for every model but thes
 """
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,9 +22,11 @@ from kvfold.hub import reference
 from kvfold.layout.pages import plain_spec
 from kvfold.models.families import family_of
 from kvfold.models.size import DTYPE, weight_bytes
-from kvfold.utils.errors import SettingError
+from kvfold.utils.errors import SettingError, renamed
+from kvfold.utils.search import parse_budget
 from kvfold.utils.text import packaged
 
+_PERCENT = re.compile(r"(\d{0,3}\.?\d{1,6}) ?%")
 ORIGINAL = "original"
 BITS = (8, 4)  # of all numbers, without maps
 PLANS = {"swift": (4, 5), "lean": (4, 6), "small": (4, 6, 8)}  # factors, by recipe
@@ -186,15 +189,14 @@ def loss(option: Option, measured: MeasuredModel) -> float:
 
 
 def parse_loss(text: str) -> float:
-    """Per cent, of a text such as 1%. Raises SettingError."""
-    number = text.strip().removesuffix("%")
-    try:
-        value = float(number) if text.strip().endswith("%") else -1.0
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1000:
+    """Per cent, of a text such as 1% or ppl<=1.01. Raises SettingError."""
+    if "<=" in text:
+        with renamed(budget="loss"):
+            return round(100 * (parse_budget(text) - 1), 6)
+    match = _PERCENT.fullmatch(text.strip())
+    if match is None:
         raise SettingError(
-            f"`loss` must be the most perplexity to add, in per cent from 0% to 1000%, such as 1%;"
-            f" got {text!r:.100}"
+            "`loss` must be the most perplexity to add, such as 1% or 0.5%, or the same as"
+            f' "ppl<=1.01"; got {text!r:.100}'
         )
-    return value
+    return float(match[1])
