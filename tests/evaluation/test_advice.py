@@ -68,7 +68,7 @@ def test_the_table_is_what_was_measured() -> None:
     assert expected.keys() == reference.MODELS.keys()
 
 
-def option(name: str, requests: int, slow: bool = False) -> advice.Option:
+def option(name: str, requests: int, slow: int = 0) -> advice.Option:
     room = Room(
         context=1,
         num_kept=1,
@@ -89,8 +89,9 @@ OPTIONS = [
     option("--bits 4", 40),
     option("swift 4x", 40),
     option("swift 5x", 50),
-    option("small 6x", 60, slow=True),
-    option("small 8x", 80, slow=True),
+    option("lean 6x", 45, slow=1),
+    option("small 6x", 60, slow=8),
+    option("small 8x", 80, slow=8),
     option("these options", 100),
 ]
 
@@ -106,6 +107,8 @@ OPTIONS = [
         (2, 11, "--bits 8"),
         (2, 21, "swift 4x"),
         (2, 41, "small 6x"),
+        (4, 51, "small 6x"),
+        (4, 41, "swift 5x"),
         (2, 61, None),
         (5, 61, "small 8x"),
     ],

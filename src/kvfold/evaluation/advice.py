@@ -87,8 +87,8 @@ class Option:
     """A setting, and what fits with it.
 
     name: such as "--bits 8" or "swift 4x". flags: of `kvfold compress`, None if it is not needed.
-    smaller: how many times smaller a request is than with the original cache. slow: whether steps
-    reconstruct keys.
+    smaller: how many times smaller a request is than with the original cache. slow: KV heads whose
+    keys every step reconstructs from one latent; 0 where it reconstructs none.
     """
 
     name: str
@@ -96,7 +96,7 @@ class Option:
     memory: GPUMemory
     room: Room
     smaller: float
-    slow: bool
+    slow: int
 
 
 def options_of(
@@ -147,7 +147,8 @@ def option(
     """The option of a setting. flags: those of the plan that `kvfold compress` would make; if its
     steps reconstruct keys, no time is predicted, which depends too much on the plan."""
     layers = estimate.spec.layers if estimate.spec is not None else ()
-    slow = any(layer.keys == "pre_rope" for layer in layers)
+    rebuilt = (x for layer in layers if layer.keys == "pre_rope" for x in layer.key_latents)
+    slow = max((len(x.heads) for x in rebuilt), default=0)
     room = estimate.room(context, sequences, timed and not (slow and flags))
     return Option(
         name=name,
@@ -164,9 +165,11 @@ def choose(
 ) -> Option | None:
     """The option to take; None if none holds so many sequences within a loss.
 
-    Those that reconstruct no keys come first. Of them it is the one with the least loss that holds
-    all sequences, or, without a number of sequences, the one that holds most, of several the one
-    with the least loss. limit: of the higher
+    Those that reconstruct no keys come first, then those that do so head by head. Of them it is
+    the one with the least loss that holds all sequences, or, without a number of sequences, the
+    one that holds most, of several the one with the least loss.
+
+    limit: of the higher
     increase in perplexity of `measured`, in per cent.
     """
     fitting = [
