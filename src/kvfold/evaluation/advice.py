@@ -169,8 +169,7 @@ def choose(
     the one with the least loss that holds all sequences, or, without a number of sequences, the
     one that holds most, of several the one with the least loss.
 
-    limit: of the higher
-    increase in perplexity of `measured`, in per cent.
+    limit: of the higher increase in perplexity of `measured`, in per cent.
     """
     fitting = [
         x for x in options if x.room.requests >= (sequences or 1) and loss(x, measured) <= limit

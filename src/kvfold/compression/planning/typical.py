@@ -22,10 +22,10 @@ from kvfold.layout import (
     value_kind,
 )
 
-# Singular values fall to exp(-DECAY) of the first. With these, plans of Llama-3.1-8B's shape have
-# about the tiers of plans of trained models (`bench.variants`).
 HeadSets = Sequence[tuple[Side, tuple[int, ...]]]
 STEPS = 16  # of a layer's bits, to look for a larger plan
+# Singular values fall to exp(-DECAY) of the first. With these, plans of Llama-3.1-8B's shape have
+# about the tiers of plans of trained models (`bench.variants`).
 DECAY: dict[Side, float] = {"k": 3.0, "v": 4.0, "kv": 5.0}
 
 
