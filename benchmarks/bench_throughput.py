@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvfold.cli import common
+from kvfold.cli.advise import ModelOrShape
 from kvfold.cli.bench_common import (
     RANDOM,
     Output,
@@ -23,7 +24,6 @@ from kvfold.cli.bench_common import (
     versions,
 )
 from kvfold.cli.bench_serve import check_outputs
-from kvfold.cli.capacity import ModelOrShape
 from kvfold.cli.options import PLACE, Place, parse_list
 from kvfold.config import CacheConfig
 from kvfold.utils.errors import SettingError

@@ -819,7 +819,7 @@ def _filled(argument):
 
 def test_no_flag_rounds_a_fraction(capsys):
     flags = list(whole_number_flags())
-    assert len(flags) > 100 and ("capacity", "x", "--bits") in flags
+    assert len(flags) > 100 and ("advise", "x", "--bits") in flags
     for i, (*command, name) in enumerate(flags):
         fraction = ("2.5", "-.5", "7.6e0", "3.")[i % 4]
         said = refused(capsys, *command, f"{name}={fraction}")
@@ -846,7 +846,7 @@ OVERWRITES = {  # what a command would write over; book.txt has a link and a sec
     "compress {plain} --stats new --output new": "both name new",
     "compress {plain} --output {plain}": "which MODEL reads",
     "demo --model {plain} --output {plain}/tokenizer.json": "the folder that --model reads",
-    "capacity {plain} --json {plain}/config.json": "a file of the folder that MODEL reads",
+    "advise {plain} --json {plain}/config.json": "a file of the folder that MODEL reads",
     "recover {plain} --output {plain}": "which MODEL reads",
     "bench serve http://h --text book.txt --json book.txt": "book.txt, which --set text reads",
     "bench serve http://h --beside a.json,b.json --json b.json": "b.json, which --set beside reads",

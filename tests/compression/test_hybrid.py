@@ -29,7 +29,7 @@ from kvfold.engine.runner import demotion, eviction
 from kvfold.engine.runner.build import build_runner, check_served
 from kvfold.engine.runner.demotion import Demoter, low_rank_columns
 from kvfold.evaluation import ratios
-from kvfold.evaluation.capacity import GIB, Capacity
+from kvfold.evaluation.gpu_memory import GIB, GPUMemory
 from kvfold.evaluation.importance import orders
 from kvfold.evaluation.measure import Measurement, measure
 from kvfold.evaluation.paged import PagedSession
@@ -338,7 +338,7 @@ def test_refuses_what_does_not_go_with_it(settings: dict, named: str) -> None:
         session_of(folded("llama-gqa"), **settings)
 
 
-@pytest.mark.parametrize("command", ["generate", "eval", "capacity", "pack"])
+@pytest.mark.parametrize("command", ["generate", "eval", "advise", "pack"])
 def test_commands_refuse_it_before_weights_are_read(command: str, tmp_path, capsys) -> None:
     model = tmp_path / "model"
     folded("llama-gqa").config.save_pretrained(model)
@@ -415,12 +415,12 @@ def test_layers_of_one_leader_need_room_together() -> None:
         runner.pool.check_integrity()
 
 
-def test_capacity_counts_both_widths() -> None:
+def test_gpu_memory_counts_both_widths() -> None:
     """Wide rows alone while a prompt is read; more requests fit than of wide rows alone."""
     model = folded("llama-gqa")
     spec, cache = spec_of(model), CacheConfig(page=PAGE)
     both = [
-        Capacity(config=model.config, spec=x, cache=cache, gpu_bytes=4 * GIB)
+        GPUMemory(config=model.config, spec=x, cache=cache, gpu_bytes=4 * GIB)
         for x in (spec, replace(spec, hybrid=None))
     ]
     mean, wide = (x.request_bytes(240) for x in both)

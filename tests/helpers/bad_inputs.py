@@ -93,8 +93,8 @@ COMMANDS = {
     "kvfold serve reference:gqa --served-model-name ' '": (
         "--served-model-name is empty: give a name, or leave it out"
     ),
-    "kvfold capacity reference:gqa --set gpu-bytes=100000000000000000000": (
-        "Invalid value for --set gpu-bytes: must be below 9.22337e+18, got 100000000000000000000"
+    "kvfold advise reference:gqa --set kv-bytes=100000000000000000000": (
+        "Invalid value for --set kv-bytes: must be below 9.22337e+18, got 100000000000000000000"
     ),
     "kvfold serve reference:gqa --set context=book.kvf": (
         "--set context must be NAME=FILE, such as book=book.kvf; got 'book.kvf'"
@@ -110,8 +110,8 @@ COMMANDS = {
         'Invalid value "sglang" for --engine. Choose from: "kvfold", "vllm".'
     ),
     "kvfold explode": (
-        'Unknown command "explode". Available commands: compress, recover, generate, serve, '
-        "route, capacity, inspect, eval, ..."
+        'Unknown command "explode". Available commands: advise, compress, recover, generate, '
+        "serve, route, inspect, eval, ..."
     ),
     "kvfold eval reference:gqa --bogus 1": "Unknown option: --bogus. Did you mean --bits?",
     "kvfold eval reference:gqa --set dtype=int8": (
@@ -849,13 +849,29 @@ MEASURING = {
     "kvfold bench agents http://127.0.0.1:1 --longest 4096 --set shortest=1024": (
         "--set shared must be below --set shortest; got 2048 and 1024: lower --set shared"
     ),
-    "kvfold capacity reference:gqa --gpu h1000": (
+    "kvfold advise reference:gqa --gpu h1000": (
         "--gpu must be one of t4, l4, a10g, rtx-4090, a100-40, l40s, a100-80, h100, h200, "
-        "b200; got 'h1000'; for another GPU give --set gpu-bytes"
+        "b200, or a size such as 24GB or 22.5GiB; got 'h1000'"
     ),
-    "kvfold capacity reference:gqa --set share=2": "--set share must be in (0, 1], got 2.0",
-    "kvfold capacity reference:gqa --context 0": "--context must be at least 1, got 0",
-    "kvfold capacity reference:gqa --evict auto --keep-tokens 0.5": (
+    "kvfold advise reference:gqa --gpu 24": (
+        "--gpu must be one of t4, l4, a10g, rtx-4090, a100-40, l40s, a100-80, h100, h200, "
+        "b200, or a size such as 24GB or 22.5GiB; got '24'"
+    ),
+    "kvfold advise reference:gqa --loss 1": (
+        "--loss must be the most perplexity to add, such as 1% or 0.5%, or the same as"
+        " \"ppl<=1.01\"; got '1'"
+    ),
+    "kvfold advise reference:gqa --loss 1% --bits 4": (
+        "--loss chooses between settings, and here one is named, by an option of the cache, by"
+        " maps or by a compressed model: leave --loss out, or name the original model alone"
+    ),
+    "kvfold advise reference:gqa --sequences 0": "--sequences must be at least 1, got 0",
+    "kvfold advise reference:gqa --context 100000": (
+        "--context must be at most 4096, the model's positions; got 100000"
+    ),
+    "kvfold advise reference:gqa --set share=2": "--set share must be in (0, 1], got 2.0",
+    "kvfold advise reference:gqa --context 0": "--context must be at least 1, got 0",
+    "kvfold advise reference:gqa --evict auto --keep-tokens 0.5": (
         "--evict auto is measured on a model's answers, and this reads its config alone: "
         "name a policy, such as 'kvzip'"
     ),
@@ -1003,15 +1019,15 @@ MAPS = {
         "maps holds maps for reference:gqa, and kvfold frontier compresses a model itself: give"
         " reference:gqa, or measure these maps by kvfold eval maps"
     ),
-    "kvfold capacity maps --evict random --keep-tokens .5": (
+    "kvfold advise maps --evict random --keep-tokens .5": (
         "--maps: with maps beside the weights nothing is evicted, and the only format is "
         "'integers': leave --evict, --set repair and --set format out, or fold the maps into "
         "the model (kvfold compress --fold)"
     ),
-    "kvfold capacity random:tiny --maps maps": (
+    "kvfold advise random:tiny --maps maps": (
         "--maps are of a model, and random:tiny has random weights: name the model"
     ),
-    "kvfold capacity reference:gqa --maps other-maps": (
+    "kvfold advise reference:gqa --maps other-maps": (
         "--maps were made for someone/other, whose hidden_size is 512; this model's is 256: "
         "take the maps of this model"
     ),

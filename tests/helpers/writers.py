@@ -172,7 +172,7 @@ WRITERS: dict[str, Callable[[Path], Writer]] = {
     "kvfold eval": command(
         *("eval", "reference:gqa", "--text", "TEXT", "--ctx", "32", "--max-tokens", "64")
     ),
-    "kvfold capacity": command("capacity", "reference:gqa", "--context", "20VALUE"),
+    "kvfold advise": command("advise", "reference:gqa", "--context", "20VALUE"),
 }
 REPLACES = dict.fromkeys(WRITERS, True) | dict.fromkeys(
     ("checkpoint", "maps", "kvfold demo"), False

@@ -198,7 +198,7 @@ def test_a_model_of_any_type_needs_no_maps(here: Path, capsys, monkeypatch) -> N
     monkeypatch.setattr("kvfold.hub.loading._load_directory", None)
     said = refused(capsys, "eval", model, "--evict", "random", "--keep-tokens", ".5")
     assert "nothing is evicted" in said
-    for name in ("inspect", "capacity", "compare"):
+    for name in ("inspect", "advise", "compare"):
         assert "is of no family that kvfold folds" in refused(capsys, name, model)
     said = refused(capsys, "compress", model, "--fold", "--output", here / "folded")
     assert "`kvfold compress` without --fold makes them" in said

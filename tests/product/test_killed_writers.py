@@ -198,7 +198,7 @@ def test_a_killed_writer_leaves_the_old_file_or_the_new_one(shim, tmp_path, name
     assert found["kills"] >= 5
 
 
-COMMANDS = ("kvfold pack", "kvfold eval", "kvfold capacity", "kvfold demo")
+COMMANDS = ("kvfold pack", "kvfold eval", "kvfold advise", "kvfold demo")
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from cyclopts import (
     UnusedCliTokensError,
 )
 
+from kvfold.cli.advise import advise
 from kvfold.cli.bench import bench
-from kvfold.cli.capacity import capacity
 from kvfold.cli.compare import compare
 from kvfold.cli.compress import compress
 from kvfold.cli.demo import demo
@@ -63,7 +63,7 @@ LESS = {  # advice when memory is short, by command
     "bench": "lower --batch, --tokens or --layers",
 }
 EXAMPLES = {  # of commands that cannot run without arguments
-    **{name: f"{name} reference:gqa" for name in ("serve", "capacity", "eval", "compare")},
+    **{name: f"{name} reference:gqa" for name in ("serve", "advise", "eval", "compare")},
     "frontier": "frontier reference:gqa",
     "compress": "compress reference:gqa --output maps",
     "recover": "recover folded --output recovered",
@@ -73,12 +73,12 @@ EXAMPLES = {  # of commands that cannot run without arguments
     "route": "route http://127.0.0.1:8001 http://127.0.0.1:8002",
 }
 COMMANDS: dict[str, Callable[..., None]] = {
+    "advise": advise,
     "compress": compress,
     "recover": recover,
     "generate": generate,
     "serve": serve,
     "route": route,
-    "capacity": capacity,
     "inspect": inspect,
     "eval": evaluate,
     "compare": compare,

@@ -25,7 +25,7 @@ FLAGS: dict[str, str] = {
     "generate": f"prompt prompt-file chat maps max-new-tokens temperature {CACHE} {DEVICE}",
     "serve": "engine maps host port api-key served-model-name max-sequences max-tokens " + CACHE,
     "route": "host port pick",
-    "capacity": f"gpu context maps {CACHE} json",
+    "advise": f"gpu context max-sequences budget maps {CACHE} json",
     "inspect": f"maps recipe keep calib calib-tokens stats html {DEVICE}",
     "evaluate": f"text tasks suite needle max-tokens maps {CACHE} json device",
     "compare": "recipes keep methods baseline text tasks needle max-tokens json html device",

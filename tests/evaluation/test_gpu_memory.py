@@ -1,4 +1,4 @@
-"""kvfold capacity: what it says fits is what an engine then holds."""
+"""kvfold advise: what it says fits is what an engine then holds."""
 
 import json
 from dataclasses import replace
@@ -8,12 +8,15 @@ import pytest
 import torch
 
 import kvfold
-from kvfold import LLM
+from kvfold import LLM, recipes
 from kvfold.bench.synthetic_engine import config_of, random_model
+from kvfold.bench.variants import SHAPES
 from kvfold.cli.main import main
+from kvfold.compression.planning.target import Target
+from kvfold.compression.planning.typical import typical_spec
 from kvfold.config import CacheConfig
 from kvfold.engine.core.pace import PrefillPace
-from kvfold.evaluation.capacity import GIB, WORK, Capacity
+from kvfold.evaluation.gpu_memory import GIB, WORK, GPUMemory, gpu_bytes
 from kvfold.maps.layers import attention_layers
 from kvfold.maps.plain import plain_sidecar
 from kvfold.maps.sidecar import Sidecar, probes_of
@@ -28,9 +31,9 @@ CACHES = {
 }
 
 
-def of(cache: CacheConfig, pool: int = GIB) -> Capacity:
+def of(cache: CacheConfig, pool: int = GIB) -> GPUMemory:
     """A tiny model on a GPU with so many bytes for pages."""
-    found = Capacity(config=config_of("tiny"), spec=None, cache=cache, gpu_bytes=1, share=1)
+    found = GPUMemory(config=config_of("tiny"), spec=None, cache=cache, gpu_bytes=1, share=1)
     return replace(found, gpu_bytes=found.weights + WORK + pool)
 
 
@@ -84,20 +87,24 @@ def test_bytes_with_maps_are_those_of_an_engine(capsys, tmp_path, bits: int | No
     )
     made.save(tmp_path / "maps")
     cache = CacheConfig(bits=bits, page=16)
-    estimate = Capacity.of_maps(made, config=model.config, cache=cache, gpu_bytes=4 * GIB)
+    estimate = GPUMemory.of_maps(made, config=model.config, cache=cache, gpu_bytes=4 * GIB)
     llm = LLM(model, maps=made, bits=bits, page=16, kv_bytes=2**22, max_tokens=256)
     assert estimate.layout.page_bytes == llm.runner.pool.layout.page_bytes
-    original = Capacity(config=model.config, spec=None, cache=CacheConfig(), gpu_bytes=4 * GIB)
+    original = GPUMemory(config=model.config, spec=None, cache=CacheConfig(), gpu_bytes=4 * GIB)
     numbers = sum(x.numel() for layer in maps.values() for x in layer.tensors().values())
     assert estimate.weights == original.weights + 2 * numbers
-    assert estimate.room(512).step_ms is None and estimate.room(512).requests > 0
+    assert estimate.room(512).step_ms and estimate.room(512).requests > 0
+    assert estimate.room(512, timed=False).step_ms is None
     flags = [] if bits is None else ["--bits", str(bits)]
     for call in ([str(tmp_path / "maps")], ["reference:gqa", "--maps", str(tmp_path / "maps")]):
-        assert main(["capacity", *call, "--context", "512", *flags]) == 0
+        assert main(["advise", *call, "--context", "512", *flags]) == 0
         out = capsys.readouterr().out
-        rows = [x.split("  ")[0] for x in out.splitlines() if " 512 " in x]
-        assert rows[0] == "original" and rows[-1] == "maps" + ", these options" * (bits is not None)
-        assert "not predicted with maps" in out
+        rows = [x.split("  ")[0] for x in out.splitlines() if "x  " in x]
+        assert rows == ["original", "--bits 8", "maps" + ", options" * (bits is not None)]
+        assert (
+            f"kvfold serve {call[0]} " in out.replace(" \\\n     ", "")
+            and f'"maps": "{tmp_path}/maps"' in out
+        )
 
 
 def test_maps_that_leave_out_layers_with_other_heads_are_refused() -> None:
@@ -105,7 +112,7 @@ def test_maps_that_leave_out_layers_with_other_heads_are_refused() -> None:
     _, sidecar = plain_sidecar(model)
     made = replace(sidecar, provenance={"left": {"unlike": ["first"]}})
     with pytest.raises(SettingError, match="maps have none for first, whose heads"):
-        Capacity.of_maps(made, config=model.config, cache=CacheConfig(), gpu_bytes=GIB)
+        GPUMemory.of_maps(made, config=model.config, cache=CacheConfig(), gpu_bytes=GIB)
 
 
 def test_rooms_shrink_and_grow_as_they_must() -> None:
@@ -122,28 +129,39 @@ def test_rooms_shrink_and_grow_as_they_must() -> None:
     assert nothing.room(512).step_ms is None
 
 
-def test_the_command(tmp_path: Path, capsys) -> None:
+def test_a_plan_takes_the_bytes_of_its_factor() -> None:
+    geometry, config = SHAPES["llama-3.1-8b"], config_of("llama-3.1-8b")
+    for name, factor in (("swift", 4), ("small", 6)):
+        spec = typical_spec(recipes.get(name), geometry, Target(factor=factor))
+        found = GPUMemory.of_plan(spec, config=config, cache=CacheConfig(), gpu_bytes=GIB)
+        full = 2 * geometry.full_numbers * found.layout.page
+        assert found.layout.page_bytes == pytest.approx(full / factor, rel=0.01)
+
+
+def test_sizes_of_gpus() -> None:
+    assert gpu_bytes("24GB") == 24 * 10**9 and gpu_bytes("1.5 gib") == 1.5 * GIB
+    assert gpu_bytes("T4") == 15 * GIB
+    for text in ("24", "0GB", "GB", "1e9GB", "24TB", ""):
+        with pytest.raises(SettingError, match="or a size such as 24GB"):
+            gpu_bytes(text)
+
+
+def test_a_named_setting(tmp_path: Path, capsys) -> None:
     path = tmp_path / "found.json"
-    call = ["capacity", "random:llama-3.1-8b", "--gpu", "l4", "--context", "2048,131072"]
-    assert main([*call, "--bits", "4", "--json", str(path)]) == 0
+    call = ["advise", "random:llama-3.1-8b", "--gpu", "l4", "--context", "2048"]
+    assert main([*call, "--bits", "4", "--sequences", "40", "--json", str(path)]) == 0
     found = json.loads(path.read_text())
-    assert found["weight_bytes"] == pytest.approx(2 * 8.03e9, rel=0.01)
-    first, last = found["rows"]
-    assert first["requests"] == found["pool_bytes"] // first["request_bytes"] > 40
-    assert last["requests"] == 0 and last["step_ms"] is None
-    out = capsys.readouterr().out
-    assert f"--set kv-bytes={found['pool_bytes']}" in out
-    beside = found["beside"]
-    assert [*beside] == ["original", "original, --bits 8"]
-    few = [rows[0]["requests"] for rows in (*beside.values(), found["rows"])]
+    names = ["original", "--bits 8", "--bits 4"]
+    assert [x["setting"] for x in found["rows"]] == names and found["advice"] == names[-1]
+    few = [x["requests"] for x in found["rows"]]
     assert few == sorted(few) and few[0] < few[-1] / 3
-    lines = [line.split("  ")[0] for line in out.splitlines() if " 2048 " in line]
-    assert lines == ["original", "original, --bits 8", "original, these options"]
-
-
-def test_what_is_asked_about_stands_there_once(capsys) -> None:
-    for flags, names in (([], ["original, --bits 8", "original"]), (["--bits", "8"], ["original"])):
-        assert main(["capacity", "random:tiny", "--context", "512", *flags]) == 0
-        found = [x for x in capsys.readouterr().out.splitlines() if x.startswith("original")]
-        assert [x.split("  ")[0] for x in found][: len(names)] == names
-        assert len(found) == 2
+    last = found["rows"][-1]
+    assert last["weight_bytes"] == pytest.approx(2 * 8.03e9, rel=0.01)
+    assert last["requests"] == last["pool_bytes"] // last["request_bytes"] > 40
+    assert last["step_ms"] is None  # an L4's steps were not timed
+    out = capsys.readouterr().out
+    assert (
+        f"--max-sequences 40 --max-tokens 2048 \\\n      --set kv-bytes={last['pool_bytes']}" in out
+    )
+    assert "Times of steps are not predicted for this GPU" in out
+    assert "* " not in out  # nothing was chosen

@@ -4,12 +4,13 @@ of a request's pages.
 Bytes follow from the engine's layout, so that an engine allocates a pool of this size.
 """
 
+import re
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from kvfold.cache.eviction import policies
-from kvfold.compression.planning.step_time import DEFAULT, DecodeLoad, predict
+from kvfold.compression.planning.step_time import DEFAULT, DecodeLoad, Prediction, predict
 from kvfold.config import AUTO, CacheConfig
 from kvfold.engine.runner.build import check_served, check_sidecar_cache, layout_of
 from kvfold.engine.runner.repair import state_bytes
@@ -35,6 +36,7 @@ GPUS = {  # MiB, as nvidia-smi reports
     "h200": 143771,
     "b200": 183359,
 }
+SIZE = re.compile(r"(\d{1,6}(?:\.\d{1,6})?) ?(GB|GiB)", re.IGNORECASE)
 WORK = 2 * GIB  # CUDA context, activations, logits and workspace of kernels
 SLACK = 1.05  # pages lost to the granularity of slabs, as in `CacheLayout.bytes_for`
 
@@ -43,13 +45,15 @@ SLACK = 1.05  # pages lost to the granularity of slabs, as in `CacheLayout.bytes
 class Room:
     """What fits for a context of so many tokens. num_kept: tokens stored after compression.
     requests: how many fit while the prompt of one of them is prefilled. request_bytes: of one after
-    its prefill. step_ms: predicted time of a decode step of all of them."""
+    its prefill. step_ms: predicted time of a decode step of all of them, or of as many as asked
+    for, roughly if `step_estimated`; tokens_per_s: of that step."""
 
     context: int
     num_kept: int
     requests: int
     request_bytes: int
     step_ms: float | None
+    step_estimated: bool
     tokens_per_s: float | None
 
     def record(self) -> dict[str, Any]:
@@ -59,12 +63,13 @@ class Room:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Capacity:
+class GPUMemory:
     """How many requests of a model fit on a GPU.
 
     config: of transformers. spec: what the model's cache stores; None: uncompressed. share: of
-    gpu_bytes that may be used. maps: beside the weights, which `spec` comes from then (`of_maps`).
-    Raises ValueError if the cache cannot serve the model.
+    gpu_bytes that may be used. map_numbers: numbers of the maps beside the weights, with which the
+    cache stores `spec` (None: the weights store it). Raises ValueError if the cache cannot serve
+    the model.
     """
 
     config: Any
@@ -72,16 +77,26 @@ class Capacity:
     cache: CacheConfig
     gpu_bytes: int
     share: float = 0.9
-    maps: Sidecar | None = None
+    map_numbers: int | None = None
 
     @classmethod
-    def of_maps(cls, maps: Sidecar, **settings: Any) -> "Capacity":
-        """The capacity of a model with maps. settings: the other fields. Raises SettingError for
-        maps that leave out layers with other heads, whose sizes the maps do not have."""
-        return cls(spec=_spec_of_all_layers(maps), maps=maps, **settings)
+    def of_maps(cls, maps: Sidecar, **settings: Any) -> "GPUMemory":
+        """For a model with maps. settings: the other fields. Raises SettingError for maps that
+        leave out layers with other heads, whose sizes the maps do not have."""
+        tensors = (x for layer in maps.maps.values() for x in layer.tensors().values())
+        numbers = sum(x.numel() for x in tensors)
+        return cls(spec=_spec_of_all_layers(maps), map_numbers=numbers, **settings)
+
+    @classmethod
+    def of_plan(cls, spec: CacheSpec, **settings: Any) -> "GPUMemory":
+        """For a model with the maps of a plan. settings: the other fields."""
+        latents = [x for layer in spec.layers for x in layer.latents]
+        widths = [len(x.heads) * spec.geometry.head_width(x.side) for x in latents]
+        numbers = sum(w * (2 * x.rank + 1) for w, x in zip(widths, latents, strict=True))
+        return cls(spec=spec, map_numbers=numbers, **settings)
 
     def __post_init__(self) -> None:
-        if self.maps is not None:
+        if self.map_numbers is not None:
             check_sidecar_cache(self.cache)
         if self.cache.evict == AUTO:
             raise SettingError(
@@ -98,15 +113,12 @@ class Capacity:
     def layout(self) -> CacheLayout:
         return layout_of(self.config, self.spec, self.cache, self._policy, DTYPE.itemsize, "cuda")
 
-    @property
+    @cached_property
     def weights(self) -> int:
-        if self.maps is None:
+        if self.map_numbers is None:
             return weight_bytes(self.config, self.layout.spec)
         original = plain_spec(family_of(self.config).geometry(self.config))
-        tensors = (x for layer in self.maps.maps.values() for x in layer.tensors().values())
-        return weight_bytes(self.config, original) + DTYPE.itemsize * sum(
-            x.numel() for x in tensors
-        )
+        return weight_bytes(self.config, original) + DTYPE.itemsize * self.map_numbers
 
     @property
     def pool(self) -> int:
@@ -136,30 +148,47 @@ class Capacity:
         geometry = self.layout.spec.geometry
         return state_bytes(geometry, context, DTYPE.itemsize) if self.cache.repair else 0
 
-    def room(self, context: int) -> Room:
+    def room(self, context: int, sequences: int | None = None, timed: bool = True) -> Room:
+        """What fits, for requests of `context` tokens. sequences: in the step whose time is
+        predicted, of those that fit (None: all). timed: whether to predict it."""
         num_kept = self.num_kept(context)
         one, prefilling = self.request_bytes(num_kept), self._prompt_bytes(context)
         free = self.pool - (prefilling - one)
         requests = max(0, free // (one + self.beside_pages(context)))
-        step = self._step(requests, num_kept)
+        batch = min(requests, sequences or requests)
+        step = self._step(batch, num_kept) if timed else None
         return Room(
             context=context,
             num_kept=num_kept,
             requests=requests,
             request_bytes=one,
-            step_ms=step,
-            tokens_per_s=None if step is None else 1e3 * requests / step,
+            step_ms=None if step is None else step.ms,
+            step_estimated=step is not None and step.estimated,
+            tokens_per_s=None if step is None else 1e3 * batch / step.ms,
         )
 
-    def _step(self, requests: int, num_kept: int) -> float | None:
-        """Predicted milliseconds of a decode step on the device DEFAULT; None for maps beside the
-        weights, whose steps were not timed."""
-        if not requests or self.maps is not None:
+    def _step(self, batch: int, num_kept: int) -> Prediction | None:
+        """The predicted time of a decode step on the device DEFAULT. Steps with maps beside the
+        weights take as long as with folded ones (docs/lab/qwen.md)."""
+        if not batch:
             return None
-        load = DecodeLoad(batch=requests, context=num_kept)
+        load = DecodeLoad(batch=batch, context=num_kept)
         spec = self.layout.spec
-        prediction = predict(self.config, spec, load, bits=self.cache.bits, device=DEFAULT)
-        return None if prediction is None else prediction.ms
+        return predict(self.config, spec, load, bits=self.cache.bits, device=DEFAULT)
+
+
+def gpu_bytes(gpu: str) -> int:
+    """Bytes of memory of a GPU: a name of GPUS, or a size such as 24GB. Raises SettingError."""
+    if gpu.lower() in GPUS:
+        return GPUS[gpu.lower()] * MIB
+    match = SIZE.fullmatch(gpu)
+    size = float(match[1]) * (GIB if "i" in match[2].lower() else 10**9) if match else 0.0
+    if size < 1:
+        raise SettingError(
+            f"`gpu` must be one of {', '.join(GPUS)}, or a size such as 24GB or 22.5GiB; got"
+            f" {gpu!r:.100}"
+        )
+    return int(size)
 
 
 def _spec_of_all_layers(maps: Sidecar) -> CacheSpec:
