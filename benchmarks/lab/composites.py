@@ -9,10 +9,10 @@ method does at the share that the quality tables use.
 import sys
 from collections.abc import Sequence
 from itertools import cycle
-from typing import Any
+from typing import Any, Literal
 
 from kvfold.cli.methods import read
-from kvfold.cli.options import STORAGE, Storage
+from kvfold.cli.options import STORAGE
 from kvfold.config import Ratios
 from kvfold.recipes import get
 
@@ -31,8 +31,9 @@ HALVES = Ratios(
 )
 
 
-def method_of(name: str) -> tuple[Any, Storage]:
-    """The method of `kvfold compare` (None: it is not one of these) and its cache's settings."""
+def method_of(name: str) -> tuple[Any, Any]:
+    """The method of `kvfold compare` (None: it is not one of these) and its cache's settings,
+    a `Storage`."""
     return (None, STORAGE) if name in (PLAIN, TWO_WIDTHS) else read(name)[0]
 
 
@@ -61,7 +62,9 @@ def spec_of(name: str, shape: str) -> Any:
         for side in SIDES
         for head in range(geometry.num_kv_heads)
     )
-    keys = "pre_rope" if recipe.basis == "channels" else "post_rope"
+    keys: Literal["pre_rope", "post_rope"] = (
+        "pre_rope" if recipe.basis == "channels" else "post_rope"
+    )
     layer = LayerSpec(keys=keys, values="fused", latents=latents)
     spec = CacheSpec(geometry=geometry, layers=(layer,) * geometry.num_layers)
     return with_low_rank(spec, HALVES, align=1) if name == TWO_WIDTHS else spec
@@ -93,12 +96,13 @@ def serve(name: str, shape: str, device: str, words: Sequence[str]) -> int:
     torch.manual_seed(0)
     model = random_folded(shape, spec_of(name, shape), torch.device(device))
     tokenizer = word_tokenizer(model.config.vocab_size)
-    common.base_and_maps = lambda model, maps: (model, maps)
-    common.load_config = lambda *_: model.config
-    common.load_tokenizer = lambda _: tokenizer
-    common.load = lambda *_: model
+    loaders = {"load_config": model.config, "load_tokenizer": tokenizer, "load": model}
+    for loader, loaded in loaders.items():
+        setattr(common, loader, lambda *_, loaded=loaded: loaded)
+    setattr(common, "base_and_maps", lambda model, maps: (model, maps))
     return main(words)
 
 
 if __name__ == "__main__":
-    sys.exit(serve(*sys.argv[1:4], sys.argv[4:]))
+    name, shape, device, *words = sys.argv[1:]
+    sys.exit(serve(name, shape, device, words))

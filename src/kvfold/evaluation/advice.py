@@ -23,7 +23,7 @@ from kvfold.layout.pages import plain_spec
 from kvfold.models.families import family_of
 from kvfold.models.size import DTYPE, weight_bytes
 from kvfold.utils.errors import SettingError, renamed
-from kvfold.utils.search import parse_budget
+from kvfold.utils.search import parse_ratio
 from kvfold.utils.text import packaged
 
 _PERCENT = re.compile(r"(\d{0,3}\.?\d{1,6}) ?%")
@@ -194,7 +194,7 @@ def parse_loss(text: str) -> float:
     """Per cent, of a text such as 1% or ppl<=1.01. Raises SettingError."""
     if "<=" in text:
         with renamed(budget="loss"):
-            return round(100 * (parse_budget(text) - 1), 6)
+            return round(100 * (parse_ratio(text) - 1), 6)
     match = _PERCENT.fullmatch(text.strip())
     if match is None:
         raise SettingError(
