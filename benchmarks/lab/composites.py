@@ -96,10 +96,14 @@ def serve(name: str, shape: str, device: str, words: Sequence[str]) -> int:
     torch.manual_seed(0)
     model = random_folded(shape, spec_of(name, shape), torch.device(device))
     tokenizer = word_tokenizer(model.config.vocab_size)
-    loaders = {"load_config": model.config, "load_tokenizer": tokenizer, "load": model}
-    for loader, loaded in loaders.items():
-        setattr(common, loader, lambda *_, loaded=loaded: loaded)
-    setattr(common, "base_and_maps", lambda model, maps: (model, maps))
+    loaders = {
+        "load_config": lambda *_: model.config,
+        "load_tokenizer": lambda *_: tokenizer,
+        "load": lambda *_: model,
+        "base_and_maps": lambda name, maps: (name, maps),
+    }
+    for loader, replacement in loaders.items():
+        setattr(common, loader, replacement)
     return main(words)
 
 
