@@ -326,7 +326,7 @@ def test_kvfolds_engine_goes_on_where_a_prompt_is_too_long(llm: LLM) -> None:
     assert [x.error is None for x in found] == [True, False, True]
     expected = [x.token_ids for x in llm.generate([prompts[0], prompts[2]], sampling(4))]
     assert [x.token_ids for x in found if x.error is None] == expected
-    assert told[-1] == (3, 3)
+    assert told[0] == (0, 3) and told[-1] == (3, 3)
 
 
 def sampling(count: int) -> Any:

@@ -49,6 +49,8 @@ class ByKVFold:
         self.splits = question_after and (runner.policy is not None or runner.demotes)
 
     def answer(self, prompts: Sequence[Prompt], report: Report | None = None) -> list[Reply]:
+        if report is not None:
+            report(0, len(prompts))  # time that is left is estimated from here on
         replies: list[Reply | None] = [None] * len(prompts)
         places, submitted = {}, []
         for place, prompt in enumerate(prompts):
