@@ -1,6 +1,6 @@
 """Constrain a text to a JSON schema, a regular expression or a structural tag: which tokens may
-come next. Uses xgrammar, an optional dependency, in other processes (see `grammar_process`), which a
-deadline can end.
+come next. Uses xgrammar, an optional dependency, in other processes (see `grammar_process`), which
+a deadline can end.
 
 Shapes: V vocabulary.
 """

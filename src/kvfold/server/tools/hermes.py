@@ -1,4 +1,9 @@
-"""Tool calls of Hermes, Qwen 2.5 and Qwen 3: <tool_call>{"name": ..., "arguments": ...}</tool_call>."""
+"""Tool calls of Hermes, Qwen 2.5 and Qwen 3.
+
+<tool_call>
+{"name": ..., "arguments": {...}}
+</tool_call>
+"""
 
 import re
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from kvfold.server.tools.base import OBJECT_HEAD, Json, ToolFormat, separated, json_begin
+from kvfold.server.tools.base import OBJECT_HEAD, Json, ToolFormat, json_begin, separated
 
 
 class Llama3(ToolFormat):

@@ -1,11 +1,11 @@
-"""Tool calls of Mistral's models, after [TOOL_CALLS]: a list of JSON objects, or names with arguments."""
+"""Tool calls of Mistral's models: objects in a list, or names with arguments."""
 
 import re
 from collections.abc import Sequence
 from secrets import choice
 from string import ascii_letters, digits
 
-from kvfold.server.tools.base import Json, ToolFormat, separated, json_begin
+from kvfold.server.tools.base import Json, ToolFormat, json_begin, separated
 
 
 class _Mistral(ToolFormat):

@@ -1,8 +1,8 @@
 """Read tool calls in the text that a model writes, as it comes.
 
 A text is content with calls in it. A call names a function and has arguments, a JSON object. What
-begins like a call but is none (it is not JSON, its function is unknown, or it is cut) stays content,
-as in vLLM.
+begins like a call but is none (it is not JSON, its function is unknown, or it is cut) stays
+content, as in vLLM.
 """
 
 import json

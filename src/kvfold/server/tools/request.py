@@ -8,14 +8,17 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from kvfold.server.errors import APIError, invalid
+from kvfold.server.errors import APIError, at_most, invalid
+from kvfold.server.schemas import check_schema
 from kvfold.server.tools import FORMATS, format_of, has_tools
 from kvfold.server.tools.base import ToolFormat
 
 Json = dict[str, Any]
 MAX_TOOLS = 128  # as in OpenAI's API
 MAX_TOOLS_BYTES = 2**18  # of all tools as JSON
-FunctionName = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[^\s\x00-\x1f\"\\\\]+$")]
+FunctionName = Annotated[
+    str, Meta(min_length=1, max_length=256, pattern=r"^[^\s\x00-\x1f\"\\\\]+$")
+]
 
 
 class FunctionChoice(Struct, forbid_unknown_fields=True):
@@ -50,21 +53,21 @@ Choice = Literal["none", "auto", "required"] | ToolChoice
 class ToolUse:
     """The tools of one chat, which a model may or must call.
 
-    for_template: the tools as the chat template gets them. functions: by name. form: how the model
-        writes calls. choice: "auto", "required", or the name of the function to be called.
-        parallel: whether one answer may have several calls.
+    functions: by name. form: how the model writes calls. required: whether the answer must be a
+        call. callable: names of the functions that may be called. parallel: whether one answer may
+        have several calls.
     """
 
-    for_template: list[Json]
     functions: Mapping[str, Function]
     form: ToolFormat
-    choice: str
+    required: bool
+    callable: Sequence[str]
     parallel: bool
 
     @property
     def strict(self) -> bool:
         """Whether a grammar constrains what the model writes."""
-        return self.choice != "auto" or any(x.strict for x in self.functions.values())
+        return self.required or any(x.strict for x in self.functions.values())
 
     @property
     def structural_tag(self) -> Json | None:
@@ -79,26 +82,24 @@ class ToolUse:
                 'without xgrammar: pip install "kvfold[structured]" where the server runs',
                 param="tool_choice",
             )
-        required = self.choice != "auto"
-        names = [self.choice] if self.choice in self.functions else list(self.functions)
+        functions = {name: self.functions[name] for name in self.callable}
         schemas = {
-            name: self.functions[name].parameters
-            if required or self.functions[name].strict
-            else None
-            for name in names
+            name: x.parameters if self.required or x.strict else None
+            for name, x in functions.items()
         }
-        parallel = self.parallel and len(names) == len(self.functions)
-        return self.form.structural_tag(schemas, required=required, parallel=parallel)
+        for schema in schemas.values():
+            check_schema("tools", schema)
+        return self.form.structural_tag(schemas, required=self.required, parallel=self.parallel)
 
 
 def read_tools(tools: Sequence[Json]) -> dict[str, Function]:
     """The functions by name. Raises APIError for tools that are none."""
-    _check_size(len(tools), MAX_TOOLS, "functions")
+    at_most("tools", len(tools), MAX_TOOLS, "functions")
     try:
         functions = [x.function for x in msgspec.convert(tools, list[Tool])]
     except msgspec.ValidationError as error:
         raise invalid(error, param="tools") from None
-    _check_size(len(msgspec.json.encode(tools)), MAX_TOOLS_BYTES, "bytes")
+    at_most("tools", len(msgspec.json.encode(tools)), MAX_TOOLS_BYTES, "bytes")
     by_name = {x.name: x for x in functions}
     if len(by_name) < len(functions):
         names = [x.name for x in functions]
@@ -124,28 +125,55 @@ def tool_use(
     """
     if not tools:
         if isinstance(choice, ToolChoice) or choice == "required":
-            raise APIError(400, "tool_choice: there are no tools to choose from", param="tool_choice")
+            raise APIError(
+                400, "tool_choice: there are no tools to choose from", param="tool_choice"
+            )
         return None
     functions = read_tools(tools)
-    name = choice.function.name if isinstance(choice, ToolChoice) else choice or "auto"
-    if isinstance(choice, ToolChoice) and name not in functions:
+    forced = choice.function.name if isinstance(choice, ToolChoice) else None
+    if forced is not None and forced not in functions:
         raise APIError(
             400,
-            f"tool_choice: no function is called {name!r:.100}; tools has {', '.join(functions)}",
+            f"tool_choice: no function is called {forced!r:.100}; tools has "
+            f"{', '.join(functions):.300}",
             param="tool_choice",
         )
     if choice == "none":
         return None
+    text = template_text(template)
+    form = format_of(text)
+    if form is None:
+        raise _no_format(text)
+    return ToolUse(
+        functions,
+        form,
+        required=forced is not None or choice == "required",
+        callable=list(functions) if forced is None else [forced],
+        parallel=parallel is not False and forced is None,
+    )
+
+
+def template_text(template: Any) -> str:
+    """The chat template for chats with tools, of one or several by name."""
     if isinstance(template, Mapping):
         template = template.get("tool_use", template.get("default"))
-    form = format_of(template)
-    if form is None:
-        raise _no_format(template)
-    shown = tools_for_template(tools)
-    return ToolUse(shown, functions, form, name, parallel is not False)
+    return template or ""
 
 
-def _no_format(template: str | None) -> APIError:
+def check_template(template: Any, messages: Sequence[Json], tools: Sequence[Json] | None) -> None:
+    """Raises APIError for tools, or calls in messages, that the chat template would leave out."""
+    text = template_text(template)
+    if tools and not has_tools(text):
+        raise _no_format(text)
+    if "tool_calls" not in text and any("tool_calls" in message for message in messages):
+        raise APIError(
+            400,
+            "messages: the chat template of this model has no tool_calls; leave them out",
+            param="messages",
+        )
+
+
+def _no_format(template: str) -> APIError:
     """The refusal for a model that cannot call tools."""
     if not has_tools(template):
         why = "the chat template of this model has no tools"
@@ -155,8 +183,3 @@ def _no_format(template: str | None) -> APIError:
     return APIError(
         400, f'tools: {why}; leave tools out, or send tool_choice "none"', param="tools"
     )
-
-
-def _check_size(size: int, most: int, unit: str) -> None:
-    if size > most:
-        raise APIError(400, f"tools must be at most {most} {unit}; got {size}", param="tools")
