@@ -13,6 +13,7 @@ from kvfold.server.errors import UNKNOWN, APIError, at_most, invalid
 from kvfold.server.limits import Limits
 from kvfold.server.schemas import MAX_PATTERN, MAX_SCHEMA, check_schema
 from kvfold.server.tools.request import (
+    MAX_TOOLS_BYTES,
     Choice,
     FunctionName,
     Json,
@@ -379,7 +380,7 @@ class ChatMessage(Struct, gc=False, forbid_unknown_fields=True):
     role: str
     content: str | list[ContentPart] | None = None
     name: Annotated[str, Meta(max_length=MAX_NAME)] | None = None
-    tool_calls: Annotated[list[MessageCall], Meta(max_length=MAX_MESSAGES)] | None = None
+    tool_calls: Raw = field(default_factory=Raw)  # MessageCalls
     tool_call_id: Annotated[str, Meta(max_length=MAX_NAME)] | None = None
     function_call: EmptyList = None
     refusal: EmptyList = None
@@ -395,9 +396,10 @@ class ChatMessage(Struct, gc=False, forbid_unknown_fields=True):
         message: Json = {"role": role, "content": self.text}
         if self.name is not None:
             message["name"] = self.name
-        if self.tool_calls:
+        calls = decode_field("messages", list[MessageCall] | None, self.tool_calls or NULL)
+        if calls:
             self._check_role("tool_calls", "assistant")
-            message["tool_calls"] = [x.for_template for x in self.tool_calls]
+            message["tool_calls"] = [x.for_template for x in calls]
         if self.tool_call_id is not None:
             self._check_role("tool_call_id", "tool")
             message["tool_call_id"] = self.tool_call_id
@@ -437,15 +439,22 @@ class ChatFields:
     chat_template_kwargs: Raw
     add_generation_prompt: bool | None
     continue_final_message: bool | None
-    tools: list[Json] | None
+    tools: Raw
 
     @property
     def template_tools(self) -> list[Json] | None:
         """The tools for the chat template; None: it has none to show. Raises APIError."""
-        if not self.tools:
-            return None
-        read_tools(self.tools)
-        return tools_for_template(self.tools)
+        tools = self.tool_list
+        if tools:
+            read_tools(tools)
+        return tools_for_template(tools) or None
+
+    @property
+    def tool_list(self) -> list[Json]:
+        """The tools as the client sent them. Raises APIError."""
+        content = bytes(self.tools)
+        at_most("tools", len(content), MAX_TOOLS_BYTES, "bytes")
+        return decode_field("tools", list[Json] | None, self.tools or NULL) or []
 
     @property
     def template_messages(self) -> list[Json]:
@@ -454,6 +463,8 @@ class ChatFields:
         if not messages:
             raise APIError(400, "messages must hold at least 1; got none", param="messages")
         at_most("messages", len(messages), MAX_MESSAGES, "messages")
+        num_calls = sum(bytes(x.tool_calls).count(b'"function"') for x in messages)
+        at_most("messages", num_calls, 2 * MAX_MESSAGES, "tool calls")  # each may have it twice
         return [x.template_message for x in messages]
 
     @property
@@ -491,7 +502,7 @@ class ChatBody(GenerationBody, ChatFields, kw_only=True):
     chat_template_kwargs: Raw = field(default_factory=Raw)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    tools: list[Json] | None = None
+    tools: Raw = field(default_factory=Raw)
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
@@ -511,7 +522,7 @@ class ChatBody(GenerationBody, ChatFields, kw_only=True):
     def tool_use(self, template: Any) -> ToolUse | None:
         """How the chat uses its tools; None if the model may not call any. template: the
         tokenizer's chat template. Raises APIError."""
-        use = tool_use(self.tools, self.tool_choice, self.parallel_tool_calls, template)
+        use = tool_use(self.tool_list, self.tool_choice, self.parallel_tool_calls, template)
         formatted = self.response_format is not None and self.response_format.type != "text"
         if use is not None and (formatted or self.structured_outputs):
             name = "response_format" if formatted else "structured_outputs"
@@ -530,7 +541,7 @@ class ChatBody(GenerationBody, ChatFields, kw_only=True):
 
     def release(self) -> None:
         super().release()
-        self.messages, self.tools = [], None
+        self.messages, self.tools = [], EMPTY
         self.chat_template_kwargs = self.prompt_logprobs = self.context = EMPTY
 
     def _check(self, limits: Limits) -> None:
@@ -564,7 +575,7 @@ class TokenizeBody(Body, ChatFields, kw_only=True):
     chat_template_kwargs: Raw = field(default_factory=Raw)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    tools: list[Json] | None = None
+    tools: Raw = field(default_factory=Raw)
     prompt: str | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None

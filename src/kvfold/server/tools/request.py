@@ -99,7 +99,6 @@ def read_tools(tools: Sequence[Json]) -> dict[str, Function]:
         functions = [x.function for x in msgspec.convert(tools, list[Tool])]
     except msgspec.ValidationError as error:
         raise invalid(error, param="tools") from None
-    at_most("tools", len(msgspec.json.encode(tools)), MAX_TOOLS_BYTES, "bytes")
     by_name = {x.name: x for x in functions}
     if len(by_name) < len(functions):
         names = [x.name for x in functions]
@@ -117,7 +116,7 @@ def tools_for_template(tools: Sequence[Json]) -> list[Json]:
 
 
 def tool_use(
-    tools: Sequence[Json] | None, choice: Choice | None, parallel: bool | None, template: Any
+    tools: Sequence[Json], choice: Choice | None, parallel: bool | None, template: Any
 ) -> ToolUse | None:
     """How a chat uses its tools; None if it has none, or may not call them. Raises APIError.
 
