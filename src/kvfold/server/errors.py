@@ -102,8 +102,8 @@ def invalid(error: Exception, param: str | None = None) -> APIError:
     if message_field and message_field[1] not in MESSAGE_FIELDS:
         text = f"messages: {message_field[1]} is not supported by this server; leave it out"
         return APIError(400, text, param="messages")
-    found = (pattern.search(str(error)) for pattern in _FIELDS)
-    field = param or next((match[1] for match in found if match), None)
+    matches = (pattern.search(str(error)) for pattern in _FIELDS)
+    field = param or next((match[1] for match in matches if match), None)
     if field is None:
         return APIError(400, "the body must be a JSON object, sent as application/json")
     hint = f"; {LEGAL[field]}" if field in LEGAL else ""

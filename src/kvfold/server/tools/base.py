@@ -62,9 +62,9 @@ class ToolFormat:
         if is_start and self.bare and not strict and begun.startswith("{"):
             return 0, len(text) - len(begun)
         markers = (self.marker,) if strict else (self.marker, *self.other_markers)
-        found = [(x, marker) for marker in markers if (x := text.find(marker)) >= 0]
-        if found:
-            position, marker = min(found)
+        places = [(x, marker) for marker in markers if (x := text.find(marker)) >= 0]
+        if places:
+            position, marker = min(places)
             return len(text[:position].rstrip()), position + len(marker)
         held = 0 if last else max(_overlap(text, marker) for marker in markers)
         return len(text[: len(text) - held].rstrip()), None
