@@ -11,6 +11,7 @@ fails is reported with the last line of its output, and the others run on.
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -173,7 +174,7 @@ def main() -> None:
         print(
             f"{found['setting']:14} {found['suite']:9} {100 * found['score']:5.1f} %, "
             f"{100 * found['difference']:+.1f} points"
-            + ("" if error is None else f" +- {100 * error:.1f}")
+            + ("" if math.isnan(error) else f" +- {100 * error:.1f}")
             + f", worse {len(found['worse'])}, better {len(found['better'])}"
         )
     if given.json:

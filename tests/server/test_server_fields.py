@@ -178,8 +178,6 @@ def test_variables_make_no_template_large(small: Served, monkeypatch: pytest.Mon
 
 def test_messages_with_more_than_text_are_refused_by_field(small: Served) -> None:
     for name, value in {
-        "tool_calls": [{"id": "a"}],
-        "tool_call_id": "a",
         "refusal": "no",
         "reasoning_content": "hm",
     }.items():

@@ -49,6 +49,13 @@ BODIES = {
     "biases": (COMPLETIONS, filled('{"prompt":"a","logit_bias":{', '"1":{}', "}}")),
     "allowed ids": (COMPLETIONS, filled('{"prompt":"a","allowed_token_ids":[', "1", "]}")),
     "bad words": (COMPLETIONS, filled('{"prompt":"a","bad_words":[', '"aa"', "]}")),
+    "tools": (CHAT, filled(USER + '"a"}],"tools":[', "{}", "]}")),
+    "calls": (
+        CHAT,
+        filled(
+            USER + '"a"},{"role":"assistant","tool_calls":[', '{"function":{"name":"f"}}', "]}]}"
+        ),
+    ),
     "refused field": (COMPLETIONS, filled('{"prompt":"a","tools":[', "{}", "]}")),
     "schema": (
         COMPLETIONS,

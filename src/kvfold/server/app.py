@@ -146,7 +146,8 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         request: Request, body: Annotated[ChatBody, Depends(_body_reader(ChatBody))]
     ) -> Response:
         service.check_model(body.model)
-        sampling = body.sampling(service.limits)
+        tools = body.tool_use(service.chat_template)
+        sampling = body.sampling(service.limits, **service.tool_settings(tools))
         messages, variables = body.template_messages, body.template_variables
         body.release()
 
@@ -156,7 +157,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             return await service.submit(specs, requested=body.requested_tokens)
 
         choices = await cancel_on_disconnect(request, begin())
-        return await _respond(request, ChatResponse(service, body, choices))
+        return await _respond(request, ChatResponse(service, body, choices, tools))
 
 
 async def _respond(request: Request, response: GenerationResponse) -> Response:

@@ -45,6 +45,14 @@ class APIError(Exception):
         return JSONResponse(self.body, self.status, headers=self.headers)
 
 
+def at_most(name: str, value: float, most: int, unit: str = "") -> None:
+    """Raises APIError for a field with too much in it."""
+    if value > most:
+        raise APIError(
+            400, f"{name} must be at most {most}{unit and ' '}{unit}; got {value}", param=name
+        )
+
+
 def from_value_error(error: ValueError) -> APIError:
     """The 400 response for a setting or prompt that the engine refused. `param` is the setting, if
     the error names one."""
@@ -74,7 +82,7 @@ def install(app: FastAPI) -> None:
 
 # An unknown field of the body itself, not of an object inside it.
 UNKNOWN = re.compile(r"Object contains unknown field `((?:(?!` - at `\$).)*)`", re.DOTALL)
-_FIELD = re.compile(r"`\$\.(\w+)|required field `(\w+)`")
+_FIELDS = (re.compile(r"`\$\.(\w+)"), re.compile(r"required field `(\w+)`"))
 _MESSAGE_FIELD = re.compile(r"`\$\.messages\[[^]]*\]\.(\w+)`$")
 
 
@@ -94,8 +102,8 @@ def invalid(error: Exception, param: str | None = None) -> APIError:
     if message_field and message_field[1] not in MESSAGE_FIELDS:
         text = f"messages: {message_field[1]} is not supported by this server; leave it out"
         return APIError(400, text, param="messages")
-    match = _FIELD.search(str(error))
-    field = param or (match and (match[1] or match[2]))
+    matches = (pattern.search(str(error)) for pattern in _FIELDS)
+    field = param or next((match[1] for match in matches if match), None)
     if field is None:
         return APIError(400, "the body must be a JSON object, sent as application/json")
     hint = f"; {LEGAL[field]}" if field in LEGAL else ""
@@ -107,9 +115,12 @@ LEGAL = {  # hints for fields whose type alone does not say what to send
     "messages": 'send [{"role": "user", "content": text}]',
     "response_format": 'its type is "text", "json_object" or "json_schema"',
     "stream_options": 'send {"include_usage": true}',
+    "tools": 'send [{"type": "function", "function": {"name": ..., "parameters": a schema}}]',
+    "tool_choice": 'send "none", "auto", "required" or '
+    '{"type": "function", "function": {"name": ...}}',
     "structured_outputs": 'send {"regex": "[0-9]{3}"}, or response_format for JSON',
 }
-MESSAGE_FIELDS = ("role", "content", "name")
+MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id")
 INVALID_JSON = "invalid_json"
 
 

@@ -9,8 +9,19 @@ import msgspec
 from msgspec import Meta, Raw, Struct, field
 
 from kvfold.engine.requests.request import CacheParams, SamplingParams
-from kvfold.server.errors import UNKNOWN, APIError, invalid
+from kvfold.server.errors import UNKNOWN, APIError, at_most, invalid
 from kvfold.server.limits import Limits
+from kvfold.server.schemas import MAX_PATTERN, MAX_SCHEMA, check_schema
+from kvfold.server.tools.request import (
+    MAX_TOOLS_BYTES,
+    Choice,
+    FunctionName,
+    Json,
+    ToolUse,
+    read_tools,
+    tool_use,
+    tools_for_template,
+)
 from kvfold.server.unsupported_fields import (
     EMPTY,
     UNSUPPORTED_CHAT,
@@ -31,8 +42,6 @@ MAX_ALLOWED_TOKENS = 2**18  # the size of the largest vocabularies
 MAX_BAD_WORDS = 2**14  # characters of all bad words
 MAX_TEMPERATURE = 2  # as in OpenAI's API
 MAX_TEMPLATE_VARIABLES = 2**16  # bytes of chat_template_kwargs
-# xgrammar takes long to compile longer or deeper ones.
-MAX_SCHEMA, MAX_PATTERN, MAX_DEPTH = 2**16, 1024, 64  # bytes, characters, levels
 ANY_OBJECT = {"type": "object"}
 DEFAULT_MAX_TOKENS = 16  # of a completion, as in OpenAI's API
 MAX_NAME = 256  # characters of a message's name
@@ -120,11 +129,11 @@ class ResponseFormat(Struct, forbid_unknown_fields=True):
                 param="response_format",
             )
         content = self.json_schema.definition
-        _at_most("response_format", len(bytes(content)), MAX_SCHEMA, "bytes of a schema")
+        at_most("response_format", len(bytes(content)), MAX_SCHEMA, "bytes of a schema")
         schema: dict[str, Any] | bool = decode_field(
             "response_format", dict[str, Any] | bool, content
         )
-        _check_schema(schema)
+        check_schema("response_format", schema)
         return schema
 
 
@@ -200,8 +209,9 @@ class GenerationBody(Body, kw_only=True):
         values = {name: getattr(self, name) for name in CACHE_FIELDS}
         return CacheParams(**{name: x for name, x in values.items() if x is not None})
 
-    def sampling(self, limits: Limits) -> list[SamplingParams]:
+    def sampling(self, limits: Limits, **changes: Any) -> list[SamplingParams]:
         """Sampling parameters of every choice. With a seed, choices have consecutive seeds.
+        changes: settings that the body does not have.
 
         Raises APIError for what this server refuses, and ValueError for what the engine refuses.
         """
@@ -216,6 +226,7 @@ class GenerationBody(Body, kw_only=True):
             "prompt_logprobs": self.num_prompt_logprobs,
             "json_schema": self.response_format and self.response_format.schema_for_output,
             "regex": self.structured_outputs and self.structured_outputs.regex,
+            **changes,
         }
         params = {name: value for name, value in values.items() if value is not None}
         with renamed(**CLIENT_NAMES):
@@ -236,19 +247,19 @@ class GenerationBody(Body, kw_only=True):
                 "to n",
                 param="best_of",
             )
-        _at_most("temperature", self.temperature or 0, MAX_TEMPERATURE)
+        at_most("temperature", self.temperature or 0, MAX_TEMPERATURE)
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        _at_most("n", self.num_choices, limits.max_choices)
-        _at_most("logprobs", self.num_logprobs or 0, limits.max_logprobs)
-        _at_most("stop", len(stops), limits.max_stops, "strings")
-        _at_most("stop", max(map(len, stops), default=0), MAX_STOP_LENGTH, "characters")
-        _at_most("logit_bias", len(self.logit_bias or ()), MAX_LISTED_TOKENS, "tokens")
-        _at_most("stop_token_ids", len(self.stop_token_ids or ()), MAX_LISTED_TOKENS, "tokens")
-        _at_most("bad_words", len(self.bad_words or ()), MAX_LISTED_TOKENS, "words")
-        _at_most(
+        at_most("n", self.num_choices, limits.max_choices)
+        at_most("logprobs", self.num_logprobs or 0, limits.max_logprobs)
+        at_most("stop", len(stops), limits.max_stops, "strings")
+        at_most("stop", max(map(len, stops), default=0), MAX_STOP_LENGTH, "characters")
+        at_most("logit_bias", len(self.logit_bias or ()), MAX_LISTED_TOKENS, "tokens")
+        at_most("stop_token_ids", len(self.stop_token_ids or ()), MAX_LISTED_TOKENS, "tokens")
+        at_most("bad_words", len(self.bad_words or ()), MAX_LISTED_TOKENS, "words")
+        at_most(
             "allowed_token_ids", len(self.allowed_token_ids or ()), MAX_ALLOWED_TOKENS, "tokens"
         )
-        _at_most("bad_words", sum(map(len, self.bad_words or ())), MAX_BAD_WORDS, "characters")
+        at_most("bad_words", sum(map(len, self.bad_words or ())), MAX_BAD_WORDS, "characters")
 
 
 # Settings of the engine that are fields of a request with the same name.
@@ -260,25 +271,8 @@ CLIENT_NAMES = {  # setting of the engine: name of the field in a request
     "max_new_tokens": "max_tokens",
     "json_schema": "response_format",
     "regex": "structured_outputs",
+    "structural_tag": "tools",
 }
-
-
-def _at_most(name: str, value: float, most: int, unit: str = "") -> None:
-    if value > most:
-        raise APIError(
-            400, f"{name} must be at most {most}{unit and ' '}{unit}; got {value}", param=name
-        )
-
-
-def _check_schema(item: Any, depth: int = 0) -> None:
-    """Raises APIError for a schema that is nested too deeply, or has a too long string (it may be a
-    pattern)."""
-    _at_most("response_format", depth, MAX_DEPTH, "levels of a schema")
-    if isinstance(item, str):
-        _at_most("response_format", len(item), MAX_PATTERN, "characters of a schema's string")
-    children = [*item, *item.values()] if isinstance(item, dict) else item
-    for child in children if isinstance(children, list) else ():
-        _check_schema(child, depth + 1)
 
 
 class CompletionBody(GenerationBody, kw_only=True):
@@ -309,12 +303,12 @@ class CompletionBody(GenerationBody, kw_only=True):
         content = bytes(self.prompt)
         type_ = _prompt_type(content)
         if type_ == list[TokenIds]:  # it holds no strings, so every bracket begins a list
-            _at_most("prompt", content.count(b"[") - 1, limits.max_choices, "prompts")
+            at_most("prompt", content.count(b"[") - 1, limits.max_choices, "prompts")
         value = decode_field("prompt", type_, self.prompt)
         if not value:
             raise APIError(400, "prompt must hold at least 1 prompt; got none", param="prompt")
         prompts = [value] if type_ in (str, TokenIds) else value
-        _at_most("prompt", len(prompts) * self.num_choices, limits.max_choices, "choices")
+        at_most("prompt", len(prompts) * self.num_choices, limits.max_choices, "choices")
         return prompts
 
     def release(self) -> None:
@@ -323,7 +317,7 @@ class CompletionBody(GenerationBody, kw_only=True):
 
     def _check(self, limits: Limits) -> None:
         super()._check(limits)
-        _at_most("prompt_logprobs", self.prompt_logprobs or 0, limits.max_logprobs)
+        at_most("prompt_logprobs", self.prompt_logprobs or 0, limits.max_logprobs)
         if self.stream and self.prompt_logprobs is not None:
             raise APIError(
                 400,
@@ -348,6 +342,37 @@ class ContentPart(Struct, gc=False):
 EmptyList = Annotated[list[Raw], Meta(max_length=0)] | None
 
 
+class CalledFunction(Struct, gc=False):
+    """arguments: a JSON object as text."""
+
+    name: FunctionName
+    arguments: str | None = None
+
+
+class MessageCall(Struct, gc=False):
+    """A tool call of an earlier answer."""
+
+    function: CalledFunction
+    id: str | None = None
+    type: Literal["function"] = "function"
+
+    @property
+    def for_template(self) -> Json:
+        """The call as chat templates read it. Raises APIError for arguments that are not JSON."""
+        try:
+            arguments = msgspec.json.decode(self.function.arguments or "{}", type=Json)
+        except (msgspec.MsgspecError, UnicodeEncodeError, RecursionError) as error:
+            raise APIError(
+                400,
+                f"messages: the arguments of a call of {self.function.name!r:.100} are no JSON "
+                f"object: {error}; leave the call out if an answer was cut",
+                param="messages",
+            ) from None
+        function = {"name": self.function.name, "arguments": arguments}
+        call: Json = {"type": self.type, "function": function}
+        return call if self.id is None else {"id": self.id} | call
+
+
 class ChatMessage(Struct, gc=False, forbid_unknown_fields=True):
     """A chat message. Fields of type EmptyList are part of the messages that OpenAI's client sends
     back; kvfold never fills them."""
@@ -355,8 +380,8 @@ class ChatMessage(Struct, gc=False, forbid_unknown_fields=True):
     role: str
     content: str | list[ContentPart] | None = None
     name: Annotated[str, Meta(max_length=MAX_NAME)] | None = None
-    tool_calls: EmptyList = None
-    tool_call_id: EmptyList = None
+    tool_calls: Raw = field(default_factory=Raw)  # MessageCalls
+    tool_call_id: Annotated[str, Meta(max_length=MAX_NAME)] | None = None
     function_call: EmptyList = None
     refusal: EmptyList = None
     annotations: EmptyList = None
@@ -365,18 +390,35 @@ class ChatMessage(Struct, gc=False, forbid_unknown_fields=True):
     reasoning_content: EmptyList = None
 
     @property
-    def template_message(self) -> dict[str, str]:
+    def template_message(self) -> Json:
         """The message for the chat template; role developer becomes system. Raises APIError."""
         role = "system" if self.role == "developer" else self.role
-        name = {} if self.name is None else {"name": self.name}
-        return {"role": role, "content": self.text} | name
+        message: Json = {"role": role, "content": self.text}
+        if self.name is not None:
+            message["name"] = self.name
+        calls = decode_field("messages", list[MessageCall] | None, self.tool_calls or NULL)
+        if calls:
+            self._check_role("tool_calls", "assistant")
+            message["tool_calls"] = [x.for_template for x in calls]
+        if self.tool_call_id is not None:
+            self._check_role("tool_call_id", "tool")
+            message["tool_call_id"] = self.tool_call_id
+        return message
+
+    def _check_role(self, field: str, role: str) -> None:
+        if self.role != role:
+            raise APIError(
+                400,
+                f"messages: {field} belongs to messages of role {role}; got {self.role!r:.100}",
+                param="messages",
+            )
 
     @property
     def text(self) -> str:
         """The text of all parts. Raises APIError for a part that is not text."""
         if not isinstance(self.content, list):
             return self.content or ""
-        _at_most("messages", len(self.content), MAX_MESSAGES, "parts of a message")
+        at_most("messages", len(self.content), MAX_MESSAGES, "parts of a message")
         for part in self.content:
             if part.type != "text" or part.text is None:
                 raise APIError(
@@ -397,22 +439,42 @@ class ChatFields:
     chat_template_kwargs: Raw
     add_generation_prompt: bool | None
     continue_final_message: bool | None
+    tools: Raw
 
     @property
-    def template_messages(self) -> list[dict[str, str]]:
+    def template_tools(self) -> list[Json] | None:
+        """The tools for the chat template; None: it has none to show. Raises APIError."""
+        tools = self.tool_list
+        if tools:
+            read_tools(tools)
+        return tools_for_template(tools) or None
+
+    @property
+    def tool_list(self) -> list[Json]:
+        """The tools as the client sent them. Raises APIError."""
+        content = bytes(self.tools)
+        at_most("tools", len(content), MAX_TOOLS_BYTES, "bytes")
+        return decode_field("tools", list[Json] | None, self.tools or NULL) or []
+
+    @property
+    def template_messages(self) -> list[Json]:
         """The messages for the chat template. Raises APIError."""
         messages = self.messages or ()
         if not messages:
             raise APIError(400, "messages must hold at least 1; got none", param="messages")
-        _at_most("messages", len(messages), MAX_MESSAGES, "messages")
+        at_most("messages", len(messages), MAX_MESSAGES, "messages")
+        num_calls = sum(bytes(x.tool_calls).count(b'"function"') for x in messages)
+        at_most("messages", num_calls, 2 * MAX_MESSAGES, "tool calls")  # each may have it twice
         return [x.template_message for x in messages]
 
     @property
     def template_variables(self) -> dict[str, Any]:
         """Variables for the chat template. Raises APIError."""
         content, name = bytes(self.chat_template_kwargs), "chat_template_kwargs"
-        _at_most(name, len(content), MAX_TEMPLATE_VARIABLES, "bytes")
+        at_most(name, len(content), MAX_TEMPLATE_VARIABLES, "bytes")
         kwargs = decode_field(name, dict[str, Any] | None, self.chat_template_kwargs or NULL) or {}
+        if "tools" in kwargs:
+            raise APIError(400, f"{name}: send tools beside it, as a field", param=name)
         continues, begins = self.continue_final_message, self.add_generation_prompt
         if continues and begins:
             raise APIError(
@@ -425,7 +487,9 @@ class ChatFields:
             "continue_final_message": continues,
             "add_generation_prompt": False if continues else begins,
         }
-        return kwargs | {name: x for name, x in flags.items() if x is not None}
+        variables = kwargs | {name: x for name, x in flags.items() if x is not None}
+        tools = self.template_tools
+        return variables if tools is None else variables | {"tools": tools}
 
 
 NULL = Raw(b"null")
@@ -438,6 +502,9 @@ class ChatBody(GenerationBody, ChatFields, kw_only=True):
     chat_template_kwargs: Raw = field(default_factory=Raw)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    tools: Raw = field(default_factory=Raw)
+    tool_choice: Choice | None = None
+    parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Count | None = None
     prompt_logprobs: Raw = field(default_factory=Raw)
@@ -452,9 +519,29 @@ class ChatBody(GenerationBody, ChatFields, kw_only=True):
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    def tool_use(self, template: Any) -> ToolUse | None:
+        """How the chat uses its tools; None if the model may not call any. template: the
+        tokenizer's chat template. Raises APIError."""
+        use = tool_use(self.tool_list, self.tool_choice, self.parallel_tool_calls, template)
+        formatted = self.response_format is not None and self.response_format.type != "text"
+        if use is not None and (formatted or self.structured_outputs):
+            name = "response_format" if formatted else "structured_outputs"
+            raise APIError(
+                400,
+                f"{name} and tools both say what the answer is: leave one of them out, or send "
+                'tool_choice "none"',
+                param=name,
+            )
+        return use
+
+    @property
+    def template_tools(self) -> list[Json] | None:
+        """The model does not see tools that it may not call."""
+        return None if self.tool_choice == "none" else super().template_tools
+
     def release(self) -> None:
         super().release()
-        self.messages = []
+        self.messages, self.tools = [], EMPTY
         self.chat_template_kwargs = self.prompt_logprobs = self.context = EMPTY
 
     def _check(self, limits: Limits) -> None:
@@ -488,6 +575,7 @@ class TokenizeBody(Body, ChatFields, kw_only=True):
     chat_template_kwargs: Raw = field(default_factory=Raw)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    tools: Raw = field(default_factory=Raw)
     prompt: str | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None

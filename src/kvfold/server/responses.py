@@ -16,6 +16,8 @@ from kvfold.server.errors import APIError
 from kvfold.server.protocol import ChatBody, CompletionBody, StreamOptions
 from kvfold.server.service import ChoiceStream, EchoedPrompt, Service
 from kvfold.server.token_texts import Offsets, TokenTexts, utf8
+from kvfold.server.tools.message import MessageReader
+from kvfold.server.tools.request import ToolUse
 from kvfold.utils.tokens import leading_tokens
 
 Json = dict[str, Any]
@@ -116,6 +118,8 @@ class GenerationResponse:
                 choice = await asyncio.to_thread(self.choice, index, output, streamed=True)
             else:
                 choice = self.choice(index, output, streamed=True)
+            if choice.get("delta") == {} and not (content or output.finish_reason):
+                continue  # text that may be part of a tool call
             yield {"choices": [choice], **({"usage": self.usage} if with_usage else {})}
         if options.include_usage:
             yield {"choices": [], "usage": self.usage}
@@ -129,17 +133,20 @@ class GenerationResponse:
         reason = output.finish_reason
         choice = {
             "index": index,
-            **self.content(index, output.text, streamed=streamed),
+            **self.content(index, output, streamed=streamed),
             "logprobs": None if output.logprobs is None else self.logprobs(index, output),
-            "finish_reason": None if reason is None else FINISH_REASONS[reason],
+            "finish_reason": None if reason is None else self.finish_reason(index, reason),
         }
         if self.body.return_token_ids:
             choice["token_ids"] = list(output.token_ids)
         return choice
 
-    def content(self, index: int, text: str, *, streamed: bool) -> Json:
+    def content(self, index: int, output: StepOutput, *, streamed: bool) -> Json:
         """The fields of a choice that hold its text."""
         raise NotImplementedError
+
+    def finish_reason(self, index: int, reason: FinishReason) -> str:
+        return FINISH_REASONS[reason]
 
     def logprobs(self, index: int, output: StepOutput) -> Json:
         raise NotImplementedError
@@ -163,7 +170,8 @@ class CompletionResponse(GenerationResponse):
         self._shown: set[int] = set()  # choices whose prompt has been sent
         self._offsets: dict[int, Offsets] = {}  # of each choice's output tokens
 
-    def content(self, index: int, text: str, *, streamed: bool) -> Json:
+    def content(self, index: int, output: StepOutput, *, streamed: bool) -> Json:
+        text = output.text
         if self._echoed and index not in self._shown:
             self._shown.add(index)
             text = self._echoed[index].text + text
@@ -255,6 +263,14 @@ class ChatResponse(GenerationResponse):
     prefix, object_type, chunk_type = "chatcmpl", "chat.completion", "chat.completion.chunk"
     body: ChatBody
 
+    def __init__(
+        self, service: Service, body: ChatBody, choices: ChoiceStream, tools: ToolUse | None
+    ) -> None:
+        super().__init__(service, body, choices)
+        # One per choice; none if the answer is text alone.
+        self._readers = [MessageReader(tools) for _ in choices.requests] if tools else []
+        self._hides_eos = tools is not None and tools.form.special
+
     def opening_choices(self) -> list[Json]:
         delta = {"role": "assistant", "content": ""}
         return [
@@ -262,10 +278,28 @@ class ChatResponse(GenerationResponse):
             for i in range(len(self.choices.requests))
         ]
 
-    def content(self, index: int, text: str, *, streamed: bool) -> Json:
+    def content(self, index: int, output: StepOutput, *, streamed: bool) -> Json:
+        text = output.text
+        if self._readers:
+            reader, text = self._readers[index], self._without_eos(output)
+            if streamed:
+                return {"delta": reader.delta(text, last=output.finish_reason is not None)}
+            return {"message": reader.message(text)}
         if streamed:
             return {"delta": {"content": text} if text else {}}
         return {"message": {"role": "assistant", "content": text}}
+
+    def finish_reason(self, index: int, reason: FinishReason) -> str:
+        """A caller may run the calls of an answer that ends with tool_calls."""
+        if self._readers and reason in ("eos", "stop") and self._readers[index].has_calls:
+            return "tool_calls"
+        return super().finish_reason(index, reason)
+
+    def _without_eos(self, output: StepOutput) -> str:
+        """The text, without the end token that is in it because special tokens are."""
+        if not (self._hides_eos and output.finish_reason == "eos" and output.token_ids):
+            return output.text
+        return output.text.removesuffix(self.service.token_texts.of(output.token_ids[-1]))
 
     def logprobs(self, index: int, output: StepOutput) -> Json:
         return {

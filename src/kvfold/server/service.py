@@ -18,6 +18,7 @@ from kvfold.server.limits import Limits
 from kvfold.server.metrics import Metrics
 from kvfold.server.protocol import CLIENT_NAMES, TokenizeBody
 from kvfold.server.token_texts import TokenTexts
+from kvfold.server.tools.request import ToolUse, check_template
 from kvfold.utils.errors import SettingError, renamed
 from kvfold.utils.tokens import encode, encode_prompt, most_characters, surely_longer
 
@@ -105,11 +106,28 @@ class Service:
             code="context_not_found",
         )
 
+    @property
+    def chat_template(self) -> Any:
+        """The tokenizer's chat template, or several by name; None: it has none."""
+        return getattr(self.llm.tokenizer, "chat_template", None)
+
+    def tool_settings(self, tools: ToolUse | None) -> dict[str, Any]:
+        """Settings of `SamplingParams` for an answer that may have tool calls. Raises APIError."""
+        if tools is None:
+            return {}
+        settings = {"structural_tag": tools.structural_tag}
+        return settings | ({"skip_special_tokens": False} if tools.form.special else {})
+
     async def encode_chat(
-        self, messages: list[dict[str, str]], variables: dict[str, Any]
+        self, messages: list[dict[str, Any]], variables: dict[str, Any]
     ) -> list[int]:
-        """Token ids of a conversation. variables: of the chat template."""
+        """Token ids of a conversation. variables: of the chat template, and tools. Raises APIError
+        for tools and their calls if the template leaves them out."""
+        tools = variables.get("tools")
+        check_template(self.chat_template, messages, tools)
         size = sum(len(message["content"]) for message in messages)
+        size += sum(len(str(message.get("tool_calls", ""))) for message in messages)
+        size += len(str(tools or ""))
         with renamed(content="messages"):
             ids: list[int] = await self._run_tokenizer(
                 size, partial(self.llm.encode_chat, messages, **variables)

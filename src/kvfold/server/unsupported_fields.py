@@ -20,14 +20,14 @@ ON = (b"null", b"true")
 IGNORED = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "session_id"),
     *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "prediction"),
-    # Tools are refused anyway, and Rust tokenizers put no spaces between special tokens.
-    *("parallel_tool_calls", "spaces_between_special_tokens", "stream_interval"),
+    # Rust tokenizers put no spaces between special tokens.
+    *("spaces_between_special_tokens", "stream_interval"),
 )
 # Fields of both completions and chats, with the values that mean the same as leaving them out.
 UNSUPPORTED: Mapping[str, Values] = {
     **dict.fromkeys(
         (
-            *("suffix", "tools", "functions", "use_beam_search", "early_stopping", "priority"),
+            *("suffix", "functions", "use_beam_search", "early_stopping", "priority"),
             *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding"),
             *("guided_decoding_backend", "guided_whitespace_pattern", "grammar", "json_schema"),
             *("truncate_prompt_tokens", "truncation_side", "include_stop_str_in_output"),
@@ -39,16 +39,17 @@ UNSUPPORTED: Mapping[str, Values] = {
         UNSET,
     ),
     "length_penalty": (b"null", b"1", b"1.0"),
-    "tool_choice": (b"null", b'"none"', b'"auto"'),
     "function_call": (b"null", b'"none"', b'"auto"'),
     "typical_p": (b"null", b"1", b"1.0"),
 }
 UNSUPPORTED_COMPLETION: Mapping[str, Values] = {
     **UNSUPPORTED,
     "add_special_tokens": ON,
-    "top_logprobs": UNSET,
+    **dict.fromkeys(("top_logprobs", "tools"), UNSET),
+    "tool_choice": (b"null", b'"none"', b'"auto"'),
+    "parallel_tool_calls": (b"null", b"false", b"true"),
 }
-TEMPLATE_FIELDS = ("chat_template", "documents", "tools", "mm_processor_kwargs", "media_io_kwargs")
+TEMPLATE_FIELDS = ("chat_template", "documents", "mm_processor_kwargs", "media_io_kwargs")
 UNSUPPORTED_CHAT: Mapping[str, Values] = {
     **UNSUPPORTED,
     **dict.fromkeys((*TEMPLATE_FIELDS, "add_special_tokens", "echo", "audio"), UNSET),
@@ -63,6 +64,8 @@ INSTEAD = {
     "json_schema": "send response_format",
     "extra_body": "send what is in it beside the other fields",
     "top_logprobs": "logprobs says how many in /v1/completions",
+    "tools": "/v1/chat/completions has it",
+    "functions": "send tools",
     "reasoning_effort": "send it in chat_template_kwargs, if the model's template reads it",
     "documents": "send them in a message",
 }

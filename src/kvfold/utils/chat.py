@@ -7,14 +7,14 @@ from typing import Any
 from kvfold.utils.bounded import bounded
 from kvfold.utils.tokens import check_text, encode
 
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
 TEMPLATE_SECONDS, TEMPLATE_BYTES = 10.0, 2**30  # bounds for writing a conversation
 # Before a chat template, so that it is none of those that transformers has compiled for others.
 COMMENT = "{# kvfold +#}"
 
 
 def encode_chat(
-    tokenizer: Any, messages: str | Sequence[Mapping[str, str]], /, **variables: Any
+    tokenizer: Any, messages: str | Sequence[Mapping[str, Any]], /, **variables: Any
 ) -> list[int]:
     """Token ids of a conversation as `render_chat` writes it."""
     return encode(tokenizer, render_chat(tokenizer, messages, **variables))
@@ -22,18 +22,21 @@ def encode_chat(
 
 def render_chat(
     tokenizer: Any,
-    messages: str | Sequence[Mapping[str, str]],
+    messages: str | Sequence[Mapping[str, Any]],
     /,
     *,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
     **variables: Any,
 ) -> str:
     """Write a conversation by the tokenizer's chat template, up to where the answer begins.
 
-    messages: {"role": one of ROLES, "content": text} each, or the text of one user message.
+    messages: {"role": one of ROLES, "content": text} each, or the text of one user message. Other
+        keys, such as `tool_calls`, are the template's.
     add_generation_prompt: end where the answer begins.
     continue_final_message: end inside the last message instead.
+    tools: functions that the model may call, as OpenAI's API has them.
     variables: of the template, such as `enable_thinking`; not parameters of `apply_chat_template`.
 
     Raises ValueError for other arguments, a tokenizer without a chat template, and messages that
@@ -47,17 +50,21 @@ def render_chat(
     _check_messages(messages)
     for text in _texts(variables):
         check_text("chat_template_kwargs", text)
+    for text in _texts(tools or ()):
+        check_text("tools", text)
     known = signature(tokenizer.apply_chat_template).parameters.keys() | {"messages"}
     if taken := variables.keys() & known:
         raise ValueError(f"{min(taken)} is no variable of a chat template; leave it out")
-    how = {
+    how: dict[str, Any] = {
         "add_generation_prompt": add_generation_prompt and not continue_final_message,
         "continue_final_message": continue_final_message,
     }
+    if tools:
+        how["tools"] = [dict(x) for x in tools]
     return apply_template(tokenizer, [dict(x) for x in messages], **how, **variables)
 
 
-def apply_template(tokenizer: Any, messages: Sequence[Mapping[str, str]], **how: Any) -> str:
+def apply_template(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **how: Any) -> str:
     """What a tokenizer's chat template writes. Raises ValueError for whatever it raises, which of a
     template with a mistake in it is any class of error, and for one that does not end."""
     try:
@@ -66,7 +73,7 @@ def apply_template(tokenizer: Any, messages: Sequence[Mapping[str, str]], **how:
         from kvfold.utils.template_sandbox import bounded_templates
 
         def write() -> str:
-            template = COMMENT + tokenizer.get_chat_template()
+            template = COMMENT + tokenizer.get_chat_template(tools=how.get("tools"))
             settings = {"chat_template": template, "tokenize": False} | how
             return str(tokenizer.apply_chat_template(messages, **settings))
 
@@ -105,7 +112,8 @@ def _check_messages(messages: Any) -> None:
             or not isinstance(message.get("content"), str)
         ):
             raise ValueError(f"messages[{number}] must be {legal}; got {message!r}")
-        check_text("content", message["content"])
+        for text in _texts(message):
+            check_text("content", text)
 
 
 def _texts(root: Any) -> Iterator[str]:

@@ -1,6 +1,6 @@
-"""Constrain a text to a JSON schema or a regular expression: which tokens may come next. Uses
-xgrammar, an optional dependency, in other processes (see `grammar_process`), which a deadline can
-end.
+"""Constrain a text to a JSON schema, a regular expression or a structural tag: which tokens may
+come next. Uses xgrammar, an optional dependency, in other processes (see `grammar_process`), which
+a deadline can end.
 
 Shapes: V vocabulary.
 """
@@ -33,7 +33,7 @@ WAIT_SECONDS = 0.8  # most time to wait for a mask, on a busy machine
 START_SECONDS = 120.0  # most time to load xgrammar
 NUM_IDLE = 8  # most grammar processes that stay alive without a sequence
 NUM_REFUSED, REFUSED_SECONDS = 256, 60.0  # grammars to refuse at once, since they took too long
-BOTH = "`json_schema` and `regex`"
+SETTINGS = "`json_schema`, `regex` and `structural_tag`"
 _PLACE = re.compile(r"^\[[\d:]+\] \S+?:\d+: ")  # position in xgrammar's source in its errors
 _GONE = "ended"  # the process was ended by its deadline or its memory limit
 
@@ -228,11 +228,11 @@ class Grammars:
 
     def __init__(self, tokenizer: Any, vocab: int, eos_ids: Collection[int]) -> None:
         if find_spec("xgrammar") is None:
-            raise SettingError(f'{BOTH} need xgrammar: pip install "kvfold[structured]"')
+            raise SettingError(f'{SETTINGS} need xgrammar: pip install "kvfold[structured]"')
         if tokenizer is None:
-            raise SettingError(f"{BOTH} need a tokenizer: pass tokenizer= to LLM")
+            raise SettingError(f"{SETTINGS} need a tokenizer: pass tokenizer= to LLM")
         if not eos_ids:
-            raise SettingError(f"{BOTH} need a model that has an end token")
+            raise SettingError(f"{SETTINGS} need a model that has an end token")
         import xgrammar
 
         known = xgrammar.TokenizerInfo.from_huggingface(
@@ -249,7 +249,7 @@ class Grammars:
     def guide(self, sampling: SamplingParams, leave: Event | None = None) -> GrammarGuide:
         """A guide for a new sequence. leave: ends the wait, with a RuntimeError. Raises
         SettingError for an invalid grammar, or one that takes too long."""
-        name = "regex" if sampling.json_schema is None else "json_schema"
+        (name,) = sampling.grammars
         check_text(name, text := getattr(sampling, name))
         return GrammarGuide(self._process((name, text), leave))
 

@@ -88,6 +88,8 @@ def _answer(talk: Connection, known: Any) -> None:
 def _compile(compiler: Any, kind: str, text: str) -> Any:
     if kind == "regex":
         return compiler.compile_regex(text)
+    if kind == "structural_tag":
+        return compiler.compile_structural_tag(text)
     # On one line: a small model may never leave the white space that JSON allows.
     return compiler.compile_json_schema(text, any_whitespace=False)
 

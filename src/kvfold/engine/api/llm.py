@@ -457,7 +457,7 @@ class LLM:
             raise ValueError(f"{name}: token ids must be in 0..{size - 1}; got {wrong[0]}")
 
     def encode_chat(
-        self, messages: str | Sequence[Mapping[str, str]], /, **variables: Any
+        self, messages: str | Sequence[Mapping[str, Any]], /, **variables: Any
     ) -> list[int]:
         """Token ids of a conversation by the chat template, to which `variables` are passed. Raises
         ValueError for one that is longer than any sequence, and like `text.render_chat`."""

@@ -373,7 +373,9 @@ def _check_textless(sampling: SamplingParams, guide: Guide | None) -> None:
                 "use LLM, which has a tokenizer"
             )
     if sampling.guided and guide is None:
-        raise ValueError("json_schema and regex need a `guide`: use LLM, which makes one")
+        raise ValueError(
+            f"{sampling.grammars[0]} settings need a `guide`: use LLM, which makes one"
+        )
 
 
 def token_ids(prompt_ids: Items[int]) -> list[int]:

@@ -13,6 +13,7 @@ from kvfold.utils.errors import SettingError
 from kvfold.utils.tokens import check_text
 
 GREEDY_BELOW = 1e-5  # a lower temperature counts as greedy
+GRAMMARS = ("json_schema", "regex", "structural_tag")  # settings that are grammars of the text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,8 @@ class SamplingParams:
         last one is forbidden.
     json_schema, regex: grammar of the whole text, which ends when it is complete. A schema is a
         dict, a bool or its JSON text.
+    structural_tag: the same as xgrammar's structural tag, a dict or its JSON text: text with parts
+        that follow schemas, such as tool calls.
     """
 
     max_new_tokens: int = setting(128, "Most tokens to generate.", least=1)
@@ -75,6 +78,7 @@ class SamplingParams:
     bad_words: tuple[str | tuple[int, ...], ...] = ()
     json_schema: str | None = None
     regex: str | None = None
+    structural_tag: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -83,6 +87,8 @@ class SamplingParams:
             object.__setattr__(self, "logit_bias", tuple(self.logit_bias.items()))
         if isinstance(self.json_schema, Mapping | bool):
             object.__setattr__(self, "json_schema", json.dumps(self.json_schema))
+        if isinstance(self.structural_tag, Mapping):
+            object.__setattr__(self, "structural_tag", json.dumps(self.structural_tag))
         check(self)
         for name in ("stop", "stop_token_ids"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
@@ -111,18 +117,24 @@ class SamplingParams:
             raise SettingError(f"`bad_words` must be texts that are not empty; got {words!r}")
         if not self.guided:
             return
-        if self.json_schema is not None and self.regex is not None:
-            raise SettingError("`json_schema` and `regex` both say what the text is: give one")
+        first, *others = self.grammars
+        if others:
+            raise SettingError(f"`{first}` and `{others[0]}` both say what the text is: give one")
         if self.min_tokens or self.ignore_eos:
             raise SettingError(
-                f"`{'regex' if self.json_schema is None else 'json_schema'}` says itself where the "
-                "text ends: leave out `min_tokens` and `ignore_eos`"
+                f"`{first}` says itself where the text ends: leave out `min_tokens` and "
+                "`ignore_eos`"
             )
 
     @property
     def guided(self) -> bool:
         """Whether a grammar constrains the text."""
-        return self.json_schema is not None or self.regex is not None
+        return bool(self.grammars)
+
+    @property
+    def grammars(self) -> list[str]:
+        """Names of the settings that constrain the text by a grammar; at most one."""
+        return [name for name in GRAMMARS if getattr(self, name) is not None]
 
     @cached_property
     def penalises(self) -> bool:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvfold.engine.requests.params import GRAMMARS
 from kvfold.engine.requests.request import Request
 from kvfold.layout.pages import Ints
 from kvfold.ops.common.launch import upload
@@ -176,7 +177,7 @@ def _cleared(bits: np.ndarray, tokens: Ints) -> np.ndarray:
 
 def _nothing_left(request: Request) -> str:
     """Error message for settings that exclude all tokens."""
-    names = ("allowed_token_ids", "json_schema", "regex", "min_tokens", "bad_words")
+    names = ("allowed_token_ids", *GRAMMARS, "min_tokens", "bad_words")
     settings = [f"`{name}`" for name in names if getattr(request.sampling, name)]
     return (
         f"{', '.join(settings)}: together they leave no token that may come after "
