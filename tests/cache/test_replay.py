@@ -296,7 +296,7 @@ def test_what_a_template_says_before_a_reply() -> None:
     class Chat:
         chat_template = "yes"
 
-        def get_chat_template(self) -> str:
+        def get_chat_template(self, **how: object) -> str:
             return self.chat_template
 
         def apply_chat_template(self, asked, **how: object) -> str:
