@@ -44,6 +44,7 @@ LOADS = "together", "alone"
 COMPARED = "shape", "requests", "input", "output", "kv_bytes"  # settings that decide figures
 WARM = 2  # requests before those that are measured
 MOST = 45.0  # seconds of a load
+SAMPLED = 0.1  # seconds between samples of a server's state
 SERVER = 38e9  # bytes of a GPU for each server: weights, pool, and attention in plain PyTorch
 SAID = ("pool", "fits", "bits", "in pages", "tokens kept", "layers with kernels")  # by the server
 STATES = "kvfold:pool_bytes", "vllm:num_requests_running", "vllm:num_preemptions_total"
@@ -100,8 +101,8 @@ class Script:
         """Start servers side by side, measure one after the other, and stop them."""
         servers: dict[str, ServerProcess] = {}
         try:
-            for name in names:
-                servers[name] = self.start(name)
+            for name, port in zip(names, free_ports(len(names)), strict=True):
+                servers[name] = self.start(name, port)
             for name in [name for name in names if self.is_ready(name, servers[name])]:
                 for load in self.missing(name):
                     self.measure(name, load, servers[name])
@@ -111,8 +112,8 @@ class Script:
                 server.stop()
                 server.log.unlink(missing_ok=True)
 
-    def start(self, name: str) -> ServerProcess:
-        options, (port,) = self.options, free_ports(1)
+    def start(self, name: str, port: int) -> ServerProcess:
+        options = self.options
         flags = EngineFlags(
             engine="kvfold",
             size=EngineSize(
@@ -173,7 +174,7 @@ class Script:
 
 
 async def watched(url: str, peaks: dict[str, float], work: Any) -> None:
-    """Do `work`, and note the largest values of the server's state meanwhile."""
+    """Do `work`, and sample the largest values of the server's state meanwhile."""
     import aiohttp
 
     async def watch() -> None:
@@ -182,7 +183,7 @@ async def watched(url: str, peaks: dict[str, float], work: Any) -> None:
                 async with session.get(f"{url}/metrics") as answer:
                     for key, value in states(await answer.text()):
                         peaks[key] = max(peaks.get(key, 0.0), value)
-                await asyncio.sleep(0.25)
+                await asyncio.sleep(SAMPLED)
 
     watching = asyncio.ensure_future(watch())
     try:
