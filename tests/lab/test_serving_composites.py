@@ -19,7 +19,7 @@ from kvfold.attention.backend import Task
 from kvfold.attention.base import LayerShape
 from kvfold.attention.selector import HYBRID, select
 from kvfold.attention.selector import PLAIN as PLAIN_BACKENDS
-from kvfold.bench.server_process import ServerProcess, free_ports
+from kvfold.bench.server_process import ServerProcess
 from kvfold.bench.synthetic_engine import config_of, random_folded
 from kvfold.bench.variants import SHAPES
 from kvfold.cache.eviction import policies
@@ -167,9 +167,8 @@ def stubs(monkeypatch) -> list[str]:
     """Stubs take the servers' place. The names of those that were started."""
     started: list[str] = []
 
-    def start(self: Any, name: str) -> ServerProcess:
+    def start(self: Any, name: str, port: int) -> ServerProcess:
         started.append(name)
-        (port,) = free_ports(1)
         how = "refuses" if name == "int4" else "well"
         words = [sys.executable, str(STUB), how, str(port)]
         return ServerProcess(words, f"http://127.0.0.1:{port}", {})
