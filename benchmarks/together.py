@@ -179,10 +179,13 @@ class Pages:
 
     def _result(self, rows: Sequence[Any], answers: Sequence[list[int]]) -> TaskResult:
         scored: dict[str, list[float]] = {}
+        main_scores: list[float] = []
         for row, tokens in zip(rows, answers, strict=True):
             answer = TaskAnswer(log_likelihoods=[], tokens=tokens)
-            for name, value in row.score(self.tokenizer, [answer]).items():
+            row_scores = row.score(self.tokenizer, [answer])
+            for name, value in row_scores.items():
                 scored.setdefault(name, []).append(value)
+            main_scores.append(row_scores[row.scores[0]])
         return TaskResult(
             num_examples=len(rows),
             truncated=0,
@@ -192,6 +195,7 @@ class Pages:
                 for name in SCORES
                 if name in scored
             },
+            main_scores=tuple(main_scores),
         )
 
     def _continued(
