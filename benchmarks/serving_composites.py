@@ -42,7 +42,10 @@ from lab.composites import METHODS, method_of, word
 
 LOADS = "together", "alone"
 COMPARED = "shape", "requests", "input", "output", "kv_bytes"  # settings that decide figures
-WARM = 2  # requests before those that are measured
+# Methods that are decoded in plain PyTorch are warmed up by so few requests; the others by as many
+# as are measured, as kernels are compiled for what comes together.
+IN_PYTORCH = "Keyformer", "GEAR", "KVQuant"
+WARM = 2
 MOST = 45.0  # seconds of a load
 SAMPLED = 0.1  # seconds between samples of a server's state
 SERVER = 38e9  # bytes of a GPU for each server: weights, pool, and attention in plain PyTorch
@@ -148,7 +151,8 @@ class Script:
             input_tokens=options.input,
             output_tokens=options.output,
         )
-        client = ClientFlags(warmup=0 if alone else WARM, seconds=seconds)
+        warm = 0 if alone else WARM if name.startswith(IN_PYTORCH) else options.requests
+        client = ClientFlags(warmup=warm, seconds=seconds)
         target = Target(server.url, server)
         test = LoadTest(target, None, client, traffic, Goals(), [inf], self.text)
         report = Results(None, "serve", {"label": None}, {}, ("rows", "answers"))
