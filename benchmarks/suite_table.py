@@ -4,20 +4,23 @@
         --suites ruler math=gsm8k-test.jsonl --set suite-length=4096 suite-rows=20 --json qwen.json
 
 Runs the commands that a user would: `kvfold compress` where a setting needs it, then `kvfold eval`
-with the suites. --beside: so many settings at a time, which share the device; seconds then say
-nothing. What the folder already has is kept, so a run that was cut off goes on. A setting that
-fails is reported with the last line of its output, and the others run on.
+with the suites. --beside: so many settings at a time on each of --devices, which they share;
+seconds then say nothing. What the folder already has is kept, so a run that was cut off goes on,
+and runs with other suites and another --json use the same maps. A setting that fails is reported
+with the last line of its output, and the others run on.
 """
 
 import argparse
 import json
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from kvfold.evaluation.suites.run import SuiteResult, changes
@@ -78,22 +81,37 @@ class Failed(Exception):
 
 
 class Table:
-    """The rows of one run. Files of a setting in --folder: NAME (maps or a checkpoint), NAME.json
-    and NAME.log."""
+    """The rows of one run. Files of a setting in --folder: NAME (maps or a checkpoint), NAME.log,
+    and its results, NAME with the name of --json.
+
+    free: places on devices that no setting uses, by the numbers of the devices."""
 
     def __init__(self, given: argparse.Namespace) -> None:
         self.given, self.folder = given, given.folder
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.free = SimpleQueue[int]()
+        for _ in range(given.beside):
+            for device in range(given.devices):
+                self.free.put(device)
 
     def made(self, name: str) -> Path:
         return self.folder / name
 
     def results(self, name: str) -> Path:
-        return self.folder / f"{name}.json"
+        return self.folder / f"{name}-{self.given.json.stem}.json"
 
     def command(self, name: str, *arguments: str) -> None:
-        with open(self.folder / f"{name}.log", "ab") as log:
-            code = subprocess.call((*KVFOLD, *arguments), stdout=log, stderr=log)
+        device = self.free.get()
+        environment = os.environ | (
+            {"CUDA_VISIBLE_DEVICES": str(device)} if self.given.devices > 1 else {}
+        )
+        try:
+            with open(self.folder / f"{name}.log", "ab") as log:
+                code = subprocess.call(
+                    (*KVFOLD, *arguments), stdout=log, stderr=log, env=environment
+                )
+        finally:
+            self.free.put(device)
         if code:
             lines = (self.folder / f"{name}.log").read_text("utf-8", "replace").split("\n")
             raise Failed(next(line for line in reversed(lines) if line.strip()))
@@ -156,12 +174,13 @@ def main() -> None:
     parser.add_argument("--suites", nargs="+", default=["ruler"], help="of `kvfold eval --suite`")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--set", nargs="*", default=[], help="of `kvfold eval`, NAME=VALUE")
-    parser.add_argument("--beside", type=int, default=1, help="settings at a time")
-    parser.add_argument("--json", type=Path, help="file for the rows")
+    parser.add_argument("--beside", type=int, default=1, help="settings at a time on a device")
+    parser.add_argument("--devices", type=int, default=1, help="GPUs")
+    parser.add_argument("--json", type=Path, required=True, help="file for the rows")
     given = parser.parse_args()
     table, names = Table(given), list(dict.fromkeys(["original", *given.settings]))
     failed = dict[str, str]()
-    with ThreadPoolExecutor(given.beside) as pool:
+    with ThreadPoolExecutor(given.beside * given.devices) as pool:
         for name, why in zip(names, pool.map(table.run, names), strict=True):
             if why is not None:
                 failed[name] = why
@@ -177,12 +196,9 @@ def main() -> None:
             + ("" if math.isnan(error) else f" +- {100 * error:.1f}")
             + f", worse {len(found['worse'])}, better {len(found['better'])}"
         )
-    if given.json:
-        versions = json.loads(table.results("original").read_text("utf-8"))["versions"]
-        about = {"model": given.model, "suites": given.suites, "set": given.set}
-        write_json(
-            given.json, finite(about | {"versions": versions, "failed": failed, "rows": rows})
-        )
+    versions = json.loads(table.results("original").read_text("utf-8"))["versions"]
+    about = {"model": given.model, "suites": given.suites, "set": given.set}
+    write_json(given.json, finite(about | {"versions": versions, "failed": failed, "rows": rows}))
 
 
 if __name__ == "__main__":

@@ -30,11 +30,12 @@ def test_a_row_has_what_changed() -> None:
 
 @pytest.mark.parametrize("failing", ["none", "zack"])
 def test_each_setting_is_compressed_and_asked_once(tmp_path, monkeypatch, capsys, failing) -> None:
-    calls = []
+    calls, devices = [], []
 
-    def call(command, stdout, stderr):
+    def call(command, stdout, stderr, env):
         words = list(command[3:])
         calls.append(words)
+        devices.append(env["CUDA_VISIBLE_DEVICES"])
         if failing in words:
             stdout.write(b"first\nno such thing\n")
             return 2
@@ -51,6 +52,7 @@ def test_each_setting_is_compressed_and_asked_once(tmp_path, monkeypatch, capsys
     file = tmp_path / "rows.json"
     argv = ["suite_table.py", "model", "--folder", str(tmp_path / "made"), "--settings", *names[1:]]
     argv += ["--suites", "math=file", "--set", "suite-rows=2", "--json", str(file)]
+    argv += ["--devices", "2"]
     monkeypatch.setattr("sys.argv", argv)
     suite_table.main()
     done = [x for x in names if x != failing]
@@ -62,6 +64,7 @@ def test_each_setting_is_compressed_and_asked_once(tmp_path, monkeypatch, capsys
     asked = next(x for x in calls if x[0] == "eval" and "--maps" in x)
     assert asked[asked.index("--maps") + 1].endswith("swift-4x")
     assert all("suite-rows=2" in x for x in calls if x[0] == "eval")
+    assert set(devices) == {"0", "1"}
     before = len(calls)
     suite_table.main()  # nothing is made or asked again
     assert len(calls) - before == (failing == "zack")
