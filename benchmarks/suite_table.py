@@ -84,14 +84,14 @@ class Table:
     """The rows of one run. Files of a setting in --folder: NAME (maps or a checkpoint), NAME.log,
     and its results, NAME with the name of --json.
 
-    free: places on devices that no setting uses, by the numbers of the devices."""
+    free: places on devices that no setting uses, by what CUDA_VISIBLE_DEVICES names them."""
 
     def __init__(self, given: argparse.Namespace) -> None:
         self.given, self.folder = given, given.folder
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.free = SimpleQueue[int]()
+        self.free = SimpleQueue[str]()
         for _ in range(given.beside):
-            for device in range(given.devices):
+            for device in given.devices:
                 self.free.put(device)
 
     def made(self, name: str) -> Path:
@@ -102,9 +102,7 @@ class Table:
 
     def command(self, name: str, *arguments: str) -> None:
         device = self.free.get()
-        environment = os.environ | (
-            {"CUDA_VISIBLE_DEVICES": str(device)} if self.given.devices > 1 else {}
-        )
+        environment = os.environ | ({"CUDA_VISIBLE_DEVICES": device} if device else {})
         try:
             with open(self.folder / f"{name}.log", "ab") as log:
                 code = subprocess.call(
@@ -175,12 +173,12 @@ def main() -> None:
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--set", nargs="*", default=[], help="of `kvfold eval`, NAME=VALUE")
     parser.add_argument("--beside", type=int, default=1, help="settings at a time on a device")
-    parser.add_argument("--devices", type=int, default=1, help="GPUs")
+    parser.add_argument("--devices", type=lambda x: x.split(","), default=[""], help="GPUs: 0,1")
     parser.add_argument("--json", type=Path, required=True, help="file for the rows")
     given = parser.parse_args()
     table, names = Table(given), list(dict.fromkeys(["original", *given.settings]))
     failed = dict[str, str]()
-    with ThreadPoolExecutor(given.beside * given.devices) as pool:
+    with ThreadPoolExecutor(given.beside * len(given.devices)) as pool:
         for name, why in zip(names, pool.map(table.run, names), strict=True):
             if why is not None:
                 failed[name] = why
