@@ -485,6 +485,13 @@ def test_summary_says_what_has_kernels_on_a_gpu() -> None:
     assert "0 of 2 layers in decoding" in dict(llm.summary())["layers with kernels"]
 
 
+@pytest.mark.parametrize(("policy", "served"), [("h2o", "2 of 2"), ("keyformer", "0 of 2")])
+def test_summary_counts_kernels_that_serve_the_policy(policy: str, served: str) -> None:
+    llm = llm_of(evict=policy, keep_tokens=0.5, bits=4)
+    llm.runner.pool.device = torch.device("cuda")
+    assert f"{served} layers in decoding" in dict(llm.summary())["layers with kernels"]
+
+
 def test_few_bits_change_little() -> None:
     sampling = SamplingParams(max_new_tokens=1, logprobs=0, ignore_eos=True)
     chosen = [

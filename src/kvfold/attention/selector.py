@@ -178,17 +178,30 @@ class Kernels:
         return ". ".join((counts, *self.reasons))
 
 
-def kernels(layers: Sequence[LayerShape], layout: CacheLayout, dtype: torch.dtype) -> Kernels:
+def kernels(
+    layers: Sequence[LayerShape],
+    layout: CacheLayout,
+    dtype: torch.dtype,
+    needs_weights: bool = False,
+) -> Kernels:
     """Which layers kernels serve on a GPU with Triton, independent of this machine and of
     KVFOLD_BACKEND.
 
-    layout: of these layers' pages; dtype: of queries. Prefill is counted for chunks that are not
+    layout: of these layers' pages; dtype: of queries; needs_weights: an eviction policy needs the
+        attention weights of queries that decode. Prefill is counted for chunks that are not
         observed; kernels that decode also serve observed queries.
     """
     groups = _groups(layout)
     served, reasons = {}, []
     for decode in (True, False):
-        task = Task(decode=decode, observed=False, device_type=GPU, dtype=dtype)
+        weighed = decode and needs_weights
+        task = Task(
+            decode=decode,
+            observed=weighed,
+            device_type=GPU,
+            dtype=dtype,
+            needs_weights=weighed,
+        )
         choices = _choices(layers, layout, task)
         served[decode] = sum(choice.backend not in PLAIN for choice in choices)
         if served[decode] < len(layers):
