@@ -81,7 +81,7 @@ def test_rates_close_in_on_what_is_sustained() -> None:
 def test_the_script_writes_what_engines_of_their_own_found(tmp_path: Path) -> None:
     path = tmp_path / "found.json"
     words = f"--json {path} --shape tiny --device cpu --kv-bytes 600000 --engines kv-compress,none"
-    words += " --outputs 8 --shrink 16 --seconds 100 --start 60 --only throughput"
+    words += " --outputs 8 --shrink 16 --seconds 100 --start 600 --only throughput"
     run = subprocess.run(
         [sys.executable, script.__file__, *words.split()], capture_output=True, text=True
     )
