@@ -234,7 +234,7 @@ CACHES = {  # kinds of benchmarks/vllm_speed.py and vllm_agents.py
     "bits-4": "kvfold, 4 bits",
     "swift-5x": "kvfold, `swift` 5x, folded",
     "maps-swift-5x": "kvfold, `swift` 5x",
-    "swift-5.1x-odd": "kvfold, `swift` 5.1x for speed",
+    "swift-5.1x-odd": "kvfold, `swift` 5.1x, keys 8/4",
 }
 
 
