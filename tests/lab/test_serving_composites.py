@@ -141,6 +141,7 @@ def test_the_table_says_what_decodes_on_a_gpu(name: str, unmeasured) -> None:
     chosen = select(shape, groups, task, HYBRID if layout.low_rank else None).backend
     (line,) = (x for x in results_tables.composites().splitlines() if f"| {labelled(name)}" in x)
     assert ("| plain PyTorch |" in line) == (chosen in PLAIN_BACKENDS), chosen
+    assert name.startswith(script.IN_PYTORCH) == (chosen in PLAIN_BACKENDS), chosen
 
 
 def labelled(name: str) -> str:

@@ -103,6 +103,11 @@ class PoolView:
     def observes_decodes(self) -> bool:
         return self.observing is not None and self.observing.scorer.continual
 
+    @property
+    def needs_weights(self) -> bool:
+        """Whether the policy needs the attention weights of observed queries."""
+        return self.observing is not None and self.observing.scorer.needs_weights
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionMetadata:

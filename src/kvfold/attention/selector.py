@@ -88,9 +88,8 @@ class SelectedBackends:
         """Choose a backend for each layer of a model, and log it."""
         groups, device = _groups(view.layout), view.device.type
         backends = []
-        reweighs = view.observing is not None and view.observing.scorer.needs_weights
         for decode, observed in ((True, view.observes_decodes), (False, False), (False, True)):
-            needs_weights = observed and reweighs
+            needs_weights = observed and view.needs_weights
             task = Task(
                 decode=decode,
                 observed=observed,

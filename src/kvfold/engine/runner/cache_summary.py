@@ -33,7 +33,6 @@ def cache_summary(runner: ModelRunner, cache: CacheConfig) -> list[tuple[str, st
         rows.append(("tokens kept", f"{keep_share:.2f} of a request after its prompt{floor}"))
     if pool.device.type == "cuda":
         layers, view = runner.attention.layers, runner.attention.view
-        observing = view.observing if view.observes_decodes else None
-        weighed = observing is not None and observing.scorer.needs_weights
+        weighed = view.observes_decodes and view.needs_weights
         rows.append(("layers with kernels", str(kernels(layers, layout, view.dtype, weighed))))
     return rows
