@@ -1,13 +1,13 @@
 """Keyformer: attention with Gumbel noise, against its formula; chunks and neighbours."""
 
 import warnings
-from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from kvfold.attention.fallback import Fallback
+from kvfold.attention.metadata import PoolView
 from kvfold.attention.selector import DECODE, PREFILL, SelectedBackends
 from kvfold.cache.eviction.policies import get
 from kvfold.cache.eviction.scorers.attention import as_observation, attention_scores
@@ -110,15 +110,18 @@ def test_layers_draw_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == set(range(len(runner.attention.layers)))
 
 
+class OnGpu(PoolView):
+    """A view that says its pages are a GPU's, for what chooses backends without reading them."""
+
+    device = torch.device("cuda")
+
+
 def test_plain_pytorch_serves_it_and_says_so() -> None:
     """Weights as they are have no kernel; on a GPU one warning says which policies have."""
     attention = runner_of(bits=8).attention
     for chosen in (attention.selected.decode, attention.selected.observed):
         assert set(chosen) == {Fallback}
-    view = replace(attention.view)
-    on_gpu = type("OnGpu", (), {**{x: getattr(view, x) for x in ("layout", "dtype", "pool")}})
-    on_gpu.device, on_gpu.observing = torch.device("cuda"), as_observation(POLICY)
-    on_gpu.observes_decodes = True
+    on_gpu = OnGpu(attention.view.pool, attention.view.policy, attention.view.dtype)
     with pytest.warns(UserWarning, match="no kernel writes.*kv-compress, has kernels") as caught:
         SelectedBackends.select_all(attention.layers, on_gpu)
     assert len(caught) == 1
