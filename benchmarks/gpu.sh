@@ -2,6 +2,8 @@
 # Measurements of docs/lab/timings-*.md on a GPU, one JSON file each:
 #     benchmarks/gpu.sh [attention|rebuilt|once|ablations|engine|prefill|compress|replay]...   (default: all)
 #     benchmarks/gpu.sh uneven      of the ablations, ZACK's KE on unequal heads and Palu's shared latents
+#     benchmarks/gpu.sh agents documents composites    of docs/lab/vllm.md and docs/lab/composites.md
+#     benchmarks/gpu.sh suites      published benchmarks of MODEL, whose questions are in TASKS, on DEVICES (0)
 # RESULTS: folder of the files (benchmarks/results); PYTHON: of the scripts (python).
 # `pip install flashinfer-python` adds that baseline. Then: python tools/performance_page.py
 set -e
@@ -79,6 +81,39 @@ compress() {
 
 replay() {
     $python benchmarks/bench_replay.py --tokens 8192 --policies kvzip --variants bf16-full,int4-half --json "$results/replay-8b.json"
+}
+
+# The number of sessions that each cache may bear comes last: a run ends with the first that it does not.
+agents() {
+    while read -r kind sessions; do
+        $python benchmarks/vllm_agents.py "$kind" --sessions "$sessions" --limit 400 --json "$results/agents-$kind.json"
+    done <<EOF
+bits-4 118
+bits-8 52,60
+swift-4x 130
+lean-8x 150,220
+EOF
+}
+
+documents() {
+    for kind in fp8 swift-5.1x-odd; do
+        $python benchmarks/vllm_agents.py $kind --sessions '' --documents 128 --reading 60 --limit 500 --json "$results/documents-$kind.json"
+    done
+}
+
+composites() {
+    $python benchmarks/serving_composites.py --json "$results/serving-composites-8b.json"
+}
+
+suites() {
+    devices=${DEVICES:-0}
+    folder="${FOLDER:-made}"
+    shared="$MODEL --folder $folder --beside ${BESIDE:-4} --devices $devices"
+    $python benchmarks/suite_table.py $shared --suites "math=$TASKS/gsm8k-test.jsonl" "code=$TASKS/HumanEval.jsonl.gz" \
+        --set suite-rows=200 --json "$results/suites-questions.json"
+    for tokens in 4096 8192 16384; do
+        $python benchmarks/suite_table.py $shared --suites ruler --set suite-length=$tokens suite-rows=20 --json "$results/suites-ruler-$tokens.json"
+    done
 }
 
 for section in "${@:-attention rebuilt once ablations engine prefill compress replay}"; do
