@@ -23,8 +23,9 @@ test-all: $(STAMP)
 # the ones that every machine tries.
 soak: $(STAMP)
 	$(PYTEST) -n auto -m 'soak or not soak' --hypothesis-profile=explore \
-		tests/engine/test_fuzz.py tests/engine/test_packed.py tests/lab/test_soak.py \
-		tests/server/test_server_limits.py tests/cache/test_prefix.py $(shell grep -l 'import given' tests/*/test_*.py)
+		tests/engine/test_fuzz.py tests/engine/test_packed.py tests/lab/test_soak.py tests/lab/test_soak_engine.py \
+		tests/server/test_server_limits.py tests/cache/test_prefix.py tests/cli/test_flags.py \
+		tests/maps/test_differential.py $(shell grep -l 'import given' tests/*/test_*.py)
 
 # Where there is a GPU: the kernels themselves, which `test` interprets, and all that runs on them.
 gpu-test: $(STAMP)

@@ -286,7 +286,7 @@ NARROW = llama_8b(
 @pytest.mark.parametrize(
     ("config", "plan"),
     matrix(
-        [llama_8b(num_hidden_layers=4), MANY_HEADS, NARROW],
+        [llama_8b(num_hidden_layers=2), MANY_HEADS, NARROW],
         [(x, "balanced") for x in ("swift", "fast", "lean", "small")] + SPEED,
     ),
 )
@@ -298,10 +298,10 @@ def test_no_planned_checkpoint_decodes_in_pytorch(config, plan: tuple, backend) 
         assert found.complete, (factor, str(found))
 
 
-FEW_HEADS = llama_8b(num_key_value_heads=4, num_hidden_layers=4)
+FEW_HEADS = llama_8b(num_key_value_heads=4, num_hidden_layers=2)
 
 
-@pytest.mark.parametrize("config", [llama_8b(num_hidden_layers=4), FEW_HEADS])
+@pytest.mark.parametrize("config", [llama_8b(num_hidden_layers=2), FEW_HEADS])
 @pytest.mark.parametrize("factor", [3, 4, 5, 6, 8, 14])
 def test_plans_for_speed_are_decoded_in_one_pass(config, factor: int) -> None:
     spec = planned(config, "swift", factor, "speed")
@@ -312,10 +312,10 @@ def test_plans_for_speed_are_decoded_in_one_pass(config, factor: int) -> None:
     assert one_pass_summary(config, planned(config, "swift", factor)).startswith("no: ")
 
 
-LESS_QUERIES = llama_8b(num_key_value_heads=4, num_attention_heads=32, num_hidden_layers=4)
+LESS_QUERIES = llama_8b(num_key_value_heads=4, num_attention_heads=32, num_hidden_layers=2)
 
 
-@pytest.mark.parametrize("config", [llama_8b(num_hidden_layers=4), LESS_QUERIES])
+@pytest.mark.parametrize("config", [llama_8b(num_hidden_layers=2), LESS_QUERIES])
 @pytest.mark.parametrize("factor", [3, 4, 5, 6, 8, 14])
 def test_so_are_those_whose_keys_are_rebuilt(config, factor: int) -> None:
     spec = planned(config, "lean", factor, "speed")
@@ -331,7 +331,7 @@ def test_rebuilt_keys_have_as_many_numbers_as_memory_is_left_for() -> None:
     """Maps of a load take twice as much where heads are twice as wide."""
     widest = []
     for head_dim in (256, 128):
-        config = llama_8b(num_hidden_layers=4, head_dim=head_dim)
+        config = llama_8b(num_hidden_layers=2, head_dim=head_dim)
         spec = planned(config, "lean", 8, "speed")
         assert fastest_layout(config, spec) is not None
         widest.append(max(x.rank for layer in spec.layers for x in layer.key_latents))
@@ -339,7 +339,7 @@ def test_rebuilt_keys_have_as_many_numbers_as_memory_is_left_for() -> None:
 
 
 def test_plans_for_speed_are_predicted_to_be_fast() -> None:
-    config = llama_8b(num_hidden_layers=4)
+    config = llama_8b(num_hidden_layers=2)
     plans: list[Prefer] = ["speed", "balanced"]
     once, twice = (predict(config, planned(config, "swift", 4, x), DecodeLoad()) for x in plans)
     assert once is not None and twice is not None and once.ms < 0.8 * twice.ms
@@ -360,7 +360,7 @@ def test_rows_of_a_plan_for_speed_suit_the_pass_whatever_the_queries() -> None:
 
 
 def test_large_pages_are_smaller_where_two_do_not_fit() -> None:
-    config = llama_8b(num_hidden_layers=4, head_dim=256)
+    config = llama_8b(num_hidden_layers=2, head_dim=256)
     layout = fastest_layout(config, planned(config, "swift", 2, "speed"))
     assert layout is not None and layout.page == 32
 

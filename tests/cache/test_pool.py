@@ -470,11 +470,11 @@ def test_any_order_of_calls() -> None:
     )
 
 
-def test_twenty_thousand_events() -> None:
+def test_thousands_of_events() -> None:
     random = np.random.default_rng(1)
     p = pool((8, 24, 40, 24), 3 << 12, num_slots=6, max_tokens=64)
     stamps, live, refused = Stamps(p), [], 0
-    for event in range(20_000):
+    for event in range(5_000):
         kind = random.random()
         if not live or (kind < 0.1 and len(live) < 6):
             live.append(p.allocate_slot())
@@ -494,7 +494,7 @@ def test_twenty_thousand_events() -> None:
                 refused += 1
             for slot in slots:
                 stamps.update(slot)
-        if event % 200 == 0:
+        if event % 100 == 0:
             stamps.check()
     stamps.check()
-    assert 500 < refused < 10_000
+    assert 125 < refused < 2_500

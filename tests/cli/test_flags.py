@@ -131,10 +131,13 @@ def wrong(words: list[str], monkeypatch) -> str | None:
     return None if code == 0 or (code == 2 and whole) else f"{code}: {text[:300]}"
 
 
-EACH = [pytest.param(own, id=name, marks=pytest.mark.slow) for name, own in ALL.items()]
+FOURTH = [
+    pytest.param(x[::4], id=f"{name}, 1/4", marks=pytest.mark.slow) for name, x in ALL.items()
+]
+WHOLE = [pytest.param(x, id=name, marks=pytest.mark.soak) for name, x in ALL.items()]
 
 
-@pytest.mark.parametrize("tried", [pytest.param(SOME, id="some"), *EACH])
+@pytest.mark.parametrize("tried", [pytest.param(SOME, id="some"), *FOURTH, *WHOLE])
 def test_nonsense_in_any_flag_is_told_in_one_line(tried, place, monkeypatch) -> None:
     found = {}
     for words in tried:

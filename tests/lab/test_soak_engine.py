@@ -21,9 +21,12 @@ def quiet_logs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("kvfold.engine.core.engine"), "disabled", True)
 
 
+IN_TESTS = {"prefixes": (), "evicting": pytest.mark.slow}  # `make soak` runs all
+
+
 @pytest.mark.parametrize(
     "cache",
-    [x if x == "prefixes" else pytest.param(x, marks=pytest.mark.slow) for x in soak_engine.CACHES],
+    [pytest.param(x, marks=IN_TESTS.get(x, pytest.mark.soak)) for x in soak_engine.CACHES],
 )
 def test_every_answer_is_that_of_the_request_alone(cache: str) -> None:
     if soak_engine.CACHES[cache].get("guided"):

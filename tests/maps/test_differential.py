@@ -790,7 +790,7 @@ def test_wrong_maps_are_noticed() -> None:
         explored(2, 15, sessions, check)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_for_a_while() -> None:
     seconds = float(os.environ.get("KVFOLD_FUZZ_SECONDS", "300"))
     first = int(os.environ.get("KVFOLD_FUZZ_SEED", "20000"))
