@@ -14,6 +14,9 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
+from kvfold.vllm_plugin.connectors import check_failure_policy, uses_disk_connector
+from kvfold.vllm_plugin.fingerprint import note_weights
+
 WRAPPED = "watched_by_kvfold"
 
 
@@ -34,6 +37,9 @@ def _attaching(load: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
         self: Any, vllm_config: VllmConfig, model_config: ModelConfig, *args: Any, **kwargs: Any
     ) -> nn.Module:
         model = load(self, vllm_config, model_config, *args, **kwargs)
+        if uses_disk_connector(vllm_config):
+            check_failure_policy(vllm_config)
+            note_weights(model)
         settings = dict(vllm_config.additional_config or {}).get("kvfold")
         draft = model_config is not vllm_config.model_config
         # A folded checkpoint has its maps in its weights.
