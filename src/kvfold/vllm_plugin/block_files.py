@@ -71,12 +71,21 @@ class BlockFiles:
         return self.folder / name[:2] / f"{name}.{self.rank}"
 
     def has(self, key: bytes) -> bool:
-        """Whether a block is stored in full length. Its sum is checked when it is read."""
+        """Whether a block is stored in full length; one that is not is removed, with a warning. The
+        checksum is compared when a block is read."""
+        path = self.path(key)
         try:
-            size = os.stat(self.path(key)).st_size
+            size = os.stat(path).st_size
         except OSError:
             return False
-        return size == HEADER.size + self.num_bytes
+        if size == HEADER.size + self.num_bytes:
+            return True
+        logger.warning(
+            "kvfold: a stored block is damaged and computed again: %s has %d bytes, not %d",
+            path, size, HEADER.size + self.num_bytes,
+        )  # fmt: skip
+        self.remove(key)
+        return False
 
     def read(self, key: bytes, payload: memoryview) -> None:
         """Read a block into `payload`.

@@ -4,6 +4,8 @@ restores them, for later requests, after a restart, or in other servers that sha
     --kv-transfer-config '{"kv_connector": "KVFoldDiskConnector", "kv_role": "kv_both",
                            "kv_connector_extra_config": {"path": "/folder"}}'
 
+With kv_role kv_producer a server stores blocks only, with kv_consumer it restores them only.
+
 A block is found by its tokens and by a fingerprint of weights, maps and layout, so blocks of
 another cache are never restored. Each worker tells the scheduler its fingerprint when the cache
 has been allocated; the scheduler names the folder, in the metadata of every step.
@@ -188,6 +190,8 @@ class KVFoldDiskConnector(KVConnectorBase_V1):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        if not self._kv_transfer_config.is_kv_consumer:
+            return 0, False
         count = self.scheduler.num_matched_tokens(request, num_computed_tokens)
         return count, count > 0
 
@@ -195,7 +199,10 @@ class KVFoldDiskConnector(KVConnectorBase_V1):
         self.scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> DiskMetadata:
-        return DiskMetadata(self.folder, *self.scheduler.plan(scheduler_output))
+        loads, stores = self.scheduler.plan(scheduler_output)
+        if not self._kv_transfer_config.is_kv_producer:
+            stores = []
+        return DiskMetadata(self.folder, loads, stores)
 
     def update_connector_output(self, connector_output: Any) -> None:
         self.scheduler.loads_failed(connector_output.invalid_block_ids or ())
