@@ -65,18 +65,18 @@ def ask(model: str, prompts: list[list[int]], options: dict, again: bool = False
                 answers.tokens.append(list(output.outputs[0].token_ids))
                 answers.cached.append(output.num_cached_tokens)
             assert llm.reset_prefix_cache()
-        answers.moved = moved(llm)
+        answers.moved = moved()
     finally:
         llm.llm_engine.engine_core.shutdown()
     return answers
 
 
-def moved(llm: Any) -> dict[str, int]:
-    """What the disk connector of an engine in this process has moved."""
+def moved() -> dict[str, int]:
+    """What the disk connector of the engine in this process has moved."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-    worker = getattr(get_kv_transfer_group(), "worker", None) if has_kv_transfer_group() else None
-    return dict(worker.moved) if hasattr(worker, "moved") else {}
+    worker: Any = has_kv_transfer_group() and getattr(get_kv_transfer_group(), "worker", None)
+    return dict(worker.moved) if worker else {}
 
 
 def copy_on_cpu() -> None:

@@ -19,7 +19,7 @@ import torch
 
 from kvfold.vllm_plugin import block_files
 from kvfold.vllm_plugin.block_files import BlockFiles, DamagedBlock, block_keys
-from kvfold.vllm_plugin.connectors import check_connectors, check_failure_policy
+from kvfold.vllm_plugin.connectors import check_connectors, check_disk_connector
 from kvfold.vllm_plugin.disk_scheduler import BlockTransfer, DiskScheduler
 from kvfold.vllm_plugin.disk_worker import DiskWorker
 from kvfold.vllm_plugin.fingerprint import model_digest, named_tensors, tensors_digest
@@ -441,7 +441,14 @@ def a_config(name: str | None, module: str | None = None, policy: str = "fail", 
         kv_connector_extra_config=extra,
         kv_load_failure_policy=policy,
     )
-    return SimpleNamespace(kv_transfer_config=transfer)
+    parallel = SimpleNamespace(
+        pipeline_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1
+    )
+    return SimpleNamespace(
+        kv_transfer_config=transfer,
+        parallel_config=parallel,
+        model_config=SimpleNamespace(is_hybrid=False),
+    )
 
 
 CPU_ONLY = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {}}
@@ -492,6 +499,21 @@ def test_connectors_that_could_restore_blocks_of_another_cache_are_refused(confi
 
 def test_damaged_blocks_must_not_fail_requests() -> None:
     with pytest.raises(ValueError, match='must be "recompute"; got "fail"'):
-        check_failure_policy(a_config("MultiConnector", connectors=[DISK]))
-    check_failure_policy(a_config("MultiConnector", policy="recompute", connectors=[DISK]))
-    check_failure_policy(a_config("KVFoldDiskConnector"))
+        check_disk_connector(a_config("MultiConnector", connectors=[DISK]))
+    check_disk_connector(a_config("MultiConnector", policy="recompute", connectors=[DISK]))
+    check_disk_connector(a_config("KVFoldDiskConnector"))
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "value", "message"),
+    [
+        ("model_config", "is_hybrid", True, "recurrent states"),
+        ("parallel_config", "pipeline_parallel_size", 2, "pipeline parallelism"),
+        ("parallel_config", "decode_context_parallel_size", 2, "context parallelism"),
+    ],
+)
+def test_servers_whose_blocks_are_not_stored(part, field, value, message) -> None:
+    config = a_config("KVFoldDiskConnector")
+    setattr(getattr(config, part), field, value)
+    with pytest.raises(ValueError, match=f"KVFoldDiskConnector: .*{message}"):
+        check_disk_connector(config)

@@ -6,7 +6,10 @@ Its own environment (`make test-vllm`). Tiny random models; each engine in a pro
 """
 
 import errno
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -107,14 +110,18 @@ def compressed(options: dict) -> None:
     kvfold.compress("reference:gqa", "swift", fold=True, **options)
 
 
+def test_layers_with_windows(tmp_path: Path) -> None:
+    path = build("gemma2", tmp_path / "model")
+    for _ in range(2):
+        answers = served(path, {"bits": 8}, **disk(tmp_path / "kv"))
+    assert answers.cached == WHOLE and answers.tokens == served(path, {"bits": 8}).tokens
+
+
 def test_two_processes_store_a_part_each(model: str, tmp_path: Path) -> None:
     first = served(model, {"bits": 8}, **disk(tmp_path), tensor_parallel_size=2)
     assert {x.suffix for x in stored(tmp_path)} == {".0", ".1"}
     again = served(model, {"bits": 8}, **disk(tmp_path), tensor_parallel_size=2)
     assert again.tokens == first.tokens and again.cached == WHOLE
-    os.remove(next(x for x in stored(tmp_path) if x.suffix == ".1"))
-    again = served(model, {"bits": 8}, **disk(tmp_path), tensor_parallel_size=2)
-    assert again.tokens == first.tokens and sum(again.cached) < sum(WHOLE)
     assert served(model, {"bits": 8}, **disk(tmp_path)).cached == [0, 0], "of one process"
 
 
@@ -207,5 +214,39 @@ def test_settings_that_are_refused(
 
 def test_a_model_with_recurrent_states_is_refused(tmp_path: Path) -> None:
     path = build("falcon_h1", tmp_path / "model")
-    with pytest.raises(RuntimeError, match="kinds of cache"):
+    with pytest.raises(RuntimeError, match="recurrent states beside attention"):
         served(path, {"bits": 8}, **disk(tmp_path / "kv"))
+
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "vllm_tiers.py"
+
+
+def tiers(*arguments: str) -> subprocess.CompletedProcess:
+    known = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    command = [sys.executable, str(SCRIPT), *arguments]
+    return subprocess.run(command, env=known, capture_output=True, text=True)
+
+
+def test_the_benchmark_needs_a_gpu() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    done = tiers("bits-4")
+    assert done.returncode == 1 and "needs a GPU; without one, try it with" in done.stderr
+
+
+def test_the_benchmark_with_a_tiny_model(tmp_path: Path) -> None:
+    report = tmp_path / "tiers.json"
+    arguments = ["--shape", "tiny", "--tokens", "500", "--prompts", "1", "--json", str(report)]
+    folders = ["--folder", str(tmp_path), "--shared", str(tmp_path)]
+    done = tiers("bits-4", "--tiers", "disk,pair", *arguments, *folders)
+    assert done.returncode == 0, done.stderr
+    measured = json.loads(report.read_text())["tiers"]
+    rows = {x["from"]: x for x in measured["disk"]["rows"]}
+    assert set(rows) == {"computed", "gpu", "disk", "page cache"}
+    assert rows["computed"]["cached_tokens"] == [0]
+    for name in ("gpu", "disk", "page cache"):
+        assert rows[name]["cached_tokens"] == [384] and rows[name]["equal"] == [True]
+    assert measured["disk"]["bytes"] == 384 * measured["disk"]["token_bytes"]
+    for row in measured["pair"]["rows"]:
+        assert row["equal"] and row["loaded_bytes"] == 384 * measured["pair"]["token_bytes"]
+    assert [x.name for x in tmp_path.iterdir()] == ["tiers.json"], "its files are gone"

@@ -92,19 +92,19 @@ class BlockFiles:
 
         Raises OSError if it cannot be read, and DamagedBlock if it is not what was written.
         """
-        path = self.path(key)
-        with open(path, "rb", buffering=0) as file:
-            header = file.read(HEADER.size)
-            if len(header) < HEADER.size:
-                raise DamagedBlock(f"{path} is shorter than its header")
-            magic, length, checksum = HEADER.unpack(header)
-            if magic != MAGIC or length != len(payload):
-                raise DamagedBlock(f"{path} is no block of {len(payload)} bytes")
-            filled = 0
-            while count := file.readinto(payload[filled:]):
-                filled += count
-        if filled < length:
-            raise DamagedBlock(f"{path} ends after {filled} of {length} bytes")
+        path, header = self.path(key), bytearray(HEADER.size)
+        descriptor = os.open(path, os.O_RDONLY)
+        try:  # few calls: each may wait for the engine's thread, which holds Python's lock
+            count = os.readv(descriptor, [header, payload])
+            while more := os.readv(descriptor, [payload[max(count - len(header), 0) :]]):
+                count += more
+        finally:
+            os.close(descriptor)
+        if count < len(header) + len(payload):
+            raise DamagedBlock(f"{path} ends after {count} bytes")
+        magic, length, checksum = HEADER.unpack(header)
+        if magic != MAGIC or length != len(payload):
+            raise DamagedBlock(f"{path} is no block of {len(payload)} bytes")
         if zlib.crc32(payload, zlib.crc32(key)) != checksum:
             raise DamagedBlock(f"the checksum of {path} is wrong")
 

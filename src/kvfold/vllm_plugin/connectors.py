@@ -39,16 +39,28 @@ def uses_disk_connector(vllm_config: Any) -> bool:
     return any(name == DISK_CONNECTOR for name, _, _ in configured_connectors(vllm_config))
 
 
-def check_failure_policy(vllm_config: Any) -> None:
-    """Raises ValueError if damaged blocks would fail their requests. The disk connector sets the
-    policy itself, unless it is one of several."""
-    transfer = vllm_config.kv_transfer_config
-    if transfer.kv_connector == MULTIPLE and transfer.kv_load_failure_policy != "recompute":
-        raise ValueError(
-            f'kvfold: with {DISK_CONNECTOR} in a {MULTIPLE}, "kv_load_failure_policy" in'
-            f' --kv-transfer-config must be "recompute"; got "{transfer.kv_load_failure_policy}",'
-            " with which a damaged block would fail its request"
+def check_disk_connector(vllm_config: Any) -> None:
+    """Raises ValueError if blocks of this server cannot be stored, or if damaged ones would fail
+    their requests. The connector sets that policy itself, unless it is one of several."""
+    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+    problem = None
+    if vllm_config.model_config.is_hybrid:
+        problem = (
+            "this model has recurrent states beside attention, and blocks of attention alone"
+            " cannot be restored: leave the connector out"
         )
+    elif parallel.pipeline_parallel_size > 1:
+        problem = "it was not tried with pipeline parallelism: leave one of them out"
+    elif parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        problem = "context parallelism splits blocks: leave one of them out"
+    elif transfer.kv_connector == MULTIPLE and transfer.kv_load_failure_policy != "recompute":
+        problem = (
+            f'in a {MULTIPLE}, "kv_load_failure_policy" of --kv-transfer-config must be'
+            f' "recompute"; got "{transfer.kv_load_failure_policy}", with which a damaged block'
+            " would fail its request"
+        )
+    if problem is not None:
+        raise ValueError(f"kvfold's plugin for vLLM: {DISK_CONNECTOR}: {problem}")
 
 
 def check_connectors(vllm_config: Any) -> None:

@@ -40,6 +40,7 @@ from kvfold.vllm_plugin.log import logger
 
 FORMAT = 1  # of files; raise it when the bytes of a block change their meaning
 SETTINGS = ("path", "queue_gib")
+IDLE_SECONDS = 0.005  # that a step without tokens waits for blocks that are being read
 
 
 @dataclass
@@ -53,9 +54,14 @@ class WorkerCache(KVConnectorHandshakeMetadata):
 
 @dataclass
 class DiskMetadata(KVConnectorMetadata):
-    """What the workers move in a step. folder: of the files; None: not known yet."""
+    """What the workers move in a step.
+
+    folder: of the files; None: not known yet.
+    idle: no token is computed in this step.
+    """
 
     folder: Path | None
+    idle: bool
     loads: list[BlockTransfer] = field(default_factory=list)
     stores: list[BlockTransfer] = field(default_factory=list)
 
@@ -106,7 +112,11 @@ class KVFoldDiskConnector(KVConnectorBase_V1):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        check_supported(vllm_config, kv_cache_config)
+        if len(kv_cache_config.kv_cache_groups) != 1:
+            raise ValueError(
+                f"{DISK_CONNECTOR}: this model has {len(kv_cache_config.kv_cache_groups)} kinds of"
+                " cache, and blocks of one kind alone cannot be restored: leave the connector out"
+            )
         self.settings = DiskSettings.parse(self._kv_transfer_config.kv_connector_extra_config)
         # A damaged block is computed again; the scheduler reads this after it made the connector.
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
@@ -156,7 +166,10 @@ class KVFoldDiskConnector(KVConnectorBase_V1):
             worker.store(metadata.stores)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return None, None if self.worker is None else self.worker.take_loaded()
+        metadata, worker = self._step()
+        # An engine without work takes one empty step after another, which would slow the threads
+        # that read.
+        return None, worker.take_loaded(IDLE_SECONDS if metadata.idle else 0.0)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set() if self.worker is None else self.worker.take_failed()
@@ -202,7 +215,8 @@ class KVFoldDiskConnector(KVConnectorBase_V1):
         loads, stores = self.scheduler.plan(scheduler_output)
         if not self._kv_transfer_config.is_kv_producer:
             stores = []
-        return DiskMetadata(self.folder, loads, stores)
+        idle = not scheduler_output.total_num_scheduled_tokens
+        return DiskMetadata(self.folder, idle, loads, stores)
 
     def update_connector_output(self, connector_output: Any) -> None:
         self.scheduler.loads_failed(connector_output.invalid_block_ids or ())
@@ -212,23 +226,6 @@ class KVFoldDiskConnector(KVConnectorBase_V1):
     ) -> tuple[bool, dict[str, Any] | None]:
         self.scheduler.finished(request.request_id)
         return False, None
-
-
-def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Raises ValueError for models and processes whose blocks are not stored."""
-    parallel = vllm_config.parallel_config
-    problem = None
-    if len(kv_cache_config.kv_cache_groups) != 1:
-        problem = (
-            f"this model has {len(kv_cache_config.kv_cache_groups)} kinds of cache, such as"
-            " recurrent states beside attention, and blocks of one kind alone cannot be restored"
-        )
-    elif parallel.pipeline_parallel_size > 1:
-        problem = "pipeline parallelism was not tried"
-    elif parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        problem = "context parallelism splits blocks"
-    if problem is not None:
-        raise ValueError(f"{DISK_CONNECTOR}: {problem}; leave the connector out")
 
 
 def cache_fingerprint(

@@ -75,6 +75,7 @@ class DiskWorker:
 
     caches: by layer. Layers that share memory count once.
     queue_bytes: at most so many wait to be written; what comes on top is not stored.
+    queued_bytes: of blocks that wait to be written.
     moved: bytes that were stored and loaded, blocks that were skipped or damaged.
     """
 
@@ -90,7 +91,8 @@ class DiskWorker:
         self.moved: Counter[str] = Counter()
         self._executor = ThreadPoolExecutor(NUM_THREADS, "kvfold blocks")
         self._lock = threading.Lock()
-        self._queued_bytes = 0
+        self._some_loaded = threading.Condition(self._lock)
+        self.queued_bytes = 0
         self._waiting: Counter[str] = Counter()  # chunks that are being read, by request
         self._loaded: set[str] = set()
         self._failed: set[int] = set()
@@ -129,9 +131,12 @@ class DiskWorker:
             for keys, blocks in chunks:
                 self._executor.submit(self._load, transfer.request_id, keys, blocks, ready)
 
-    def take_loaded(self) -> set[str]:
-        """Requests whose blocks were restored, or could not be, since the last call."""
-        with self._lock:
+    def take_loaded(self, seconds: float = 0.0) -> set[str]:
+        """Requests whose blocks were restored, or could not be, since the last call. If blocks are
+        being read, wait up to `seconds` for a request."""
+        with self._some_loaded:
+            if self._waiting and not self._loaded and seconds:
+                self._some_loaded.wait(seconds)
             loaded, self._loaded = self._loaded, set()
         return loaded
 
@@ -153,7 +158,7 @@ class DiskWorker:
     def _reserve(self, count: int) -> bool:
         """Reserve memory for blocks that wait to be written. False if there is no more."""
         with self._lock:
-            if self._queued_bytes + count * self.num_bytes > self.queue_bytes:
+            if self.queued_bytes + count * self.num_bytes > self.queue_bytes:
                 if not self.moved["skipped_blocks"]:
                     logger.warning(
                         "kvfold: blocks come faster than %s takes them; some are not stored. Raise"
@@ -162,7 +167,7 @@ class DiskWorker:
                     )
                 self.moved["skipped_blocks"] += count
                 return False
-            self._queued_bytes += count * self.num_bytes
+            self.queued_bytes += count * self.num_bytes
         return True
 
     def _indices(self, blocks: Sequence[int]) -> Tensor:
@@ -198,7 +203,7 @@ class DiskWorker:
             logger.exception("kvfold: blocks were not stored")
         finally:
             with self._lock:
-                self._queued_bytes -= len(keys) * self.num_bytes
+                self.queued_bytes -= len(keys) * self.num_bytes
 
     def _load(
         self,
@@ -218,6 +223,7 @@ class DiskWorker:
             if not self._waiting[request_id]:
                 del self._waiting[request_id]
                 self._loaded.add(request_id)
+                self._some_loaded.notify()
 
     @torch.inference_mode()  # as the cache was made
     def _restore(

@@ -14,7 +14,7 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-from kvfold.vllm_plugin.connectors import check_failure_policy, uses_disk_connector
+from kvfold.vllm_plugin.connectors import check_disk_connector, uses_disk_connector
 from kvfold.vllm_plugin.fingerprint import note_weights
 
 WRAPPED = "watched_by_kvfold"
@@ -36,9 +36,11 @@ def _attaching(load: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     def load_model(
         self: Any, vllm_config: VllmConfig, model_config: ModelConfig, *args: Any, **kwargs: Any
     ) -> nn.Module:
+        stores_blocks = uses_disk_connector(vllm_config)
+        if stores_blocks:
+            check_disk_connector(vllm_config)
         model = load(self, vllm_config, model_config, *args, **kwargs)
-        if uses_disk_connector(vllm_config):
-            check_failure_policy(vllm_config)
+        if stores_blocks:
             note_weights(model)
         settings = dict(vllm_config.additional_config or {}).get("kvfold")
         draft = model_config is not vllm_config.model_config
