@@ -106,7 +106,7 @@ def test_a_server_separates_reasoning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reasoning, "ANY_REASONING", says)
     llm = small_llm()
     llm.tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.role }}: {{ m.reasoning_content }}{{ m.content }}\n{% endfor %}"
+        "{% for m in messages %}{{ m.role }}{{ m.reasoning_content }}{{ m.content }}\n{% endfor %}"
         "{{ '<think>\n' if think is not defined else '<think>\n\n</think>\n\n' }}"
     )
     asked = {
