@@ -125,11 +125,12 @@ def test_a_server_separates_reasoning(monkeypatch: pytest.MonkeyPatch) -> None:
         deltas = [json.loads(x)["choices"][0]["delta"] for x in lines]
         for name in ("reasoning", "reasoning_content", "content"):
             assert "".join(x.get(name, "") for x in deltas) == message[name]
-        answered = asked | {"messages": [*asked["messages"], message]}
-        assert (
-            small.ask("/v1/chat/completions", **answered)["usage"]["prompt_tokens"]
-            > (whole["usage"]["prompt_tokens"])
-        )
+        plain = {"role": "assistant", "content": message["content"]}
+        counts = [
+            small.ask("/tokenize", messages=[*asked["messages"], x])["count"]
+            for x in (plain, message, plain | {"reasoning": "Hm, so."})
+        ]
+        assert counts[0] < counts[1] == counts[2]  # the template shows earlier reasoning
         closed = small.ask("/v1/chat/completions", **asked, chat_template_kwargs={"think": False})
         assert closed["choices"][0]["message"].keys() == {"role", "content"}
         bad = asked | {"structured_outputs": {"regex": "("}}
