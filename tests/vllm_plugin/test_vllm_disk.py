@@ -426,6 +426,14 @@ def test_a_digest_of_a_model_has_its_buffers() -> None:
     assert len({before, with_buffer, model_digest(model)}) == 3
 
 
+@pytest.mark.parametrize("numbers", [torch.empty(0), torch.empty(3, device="meta")])
+def test_weights_that_are_elsewhere_are_refused(numbers: torch.Tensor) -> None:
+    model = torch.nn.Linear(3, 3)
+    model.weight = torch.nn.Parameter(numbers)
+    with pytest.raises(ValueError, match="numbers of weight are not in the model"):
+        model_digest(model)
+
+
 def test_tensors_of_nested_data_are_found() -> None:
     value = {"a": [torch.zeros(1), (torch.ones(1),)], "b": 3}
     assert [name for name, _ in named_tensors(value, "x")] == ["x.a.0", "x.a.1.0"]

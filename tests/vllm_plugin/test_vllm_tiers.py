@@ -86,12 +86,19 @@ def test_maps_and_weights_keep_blocks_apart(model: str, tmp_path: Path) -> None:
     assert other.tokens == wanted.tokens and other.cached == [0, 0]
     back = served(model, one, **kept)
     assert back.tokens == first.tokens and back.cached == WHOLE
+
+
+def test_weights_keep_blocks_apart(model: str, tmp_path: Path) -> None:
+    """The changed weight changes no key or value of the layer that it is in."""
+    kept = disk(tmp_path / "kv")
+    for _ in range(2):
+        answers = served(model, **kept)
+    assert answers.cached == WHOLE
+    changed = loaded(model)
     with torch.no_grad():
-        loaded_model.model.layers[0].mlp.up_proj.weight[0, 0] += 1  # keys of layer 0 stay
-    loaded_model.save_pretrained(model_copy := tmp_path / "model")
-    changed = served(str(model_copy), {"bits": 8}, **kept)
-    assert changed.cached == [0, 0]
-    assert served(str(model_copy), {"bits": 8}, **kept).cached == WHOLE
+        changed.model.layers[0].mlp.up_proj.weight[0, 0] += 1
+    changed.save_pretrained(path := tmp_path / "model")
+    assert served(str(path), **kept).cached == [0, 0]
 
 
 def test_vllms_own_cache_and_a_folded_checkpoint(model: str, tmp_path: Path) -> None:

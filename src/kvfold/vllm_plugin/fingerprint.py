@@ -49,7 +49,17 @@ def _factors(device: torch.device) -> Tensor:
 
 
 def model_digest(model: nn.Module) -> str:
-    """A digest of a model's parameters and buffers, RoPE tables included."""
+    """A digest of a model's parameters and buffers, RoPE tables included.
+
+    Raises ValueError for parameters whose numbers are elsewhere.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta or not parameter.numel():
+            raise ValueError(
+                f"kvfold: the numbers of {name} are not in the model, so its blocks cannot be told"
+                " from those of other weights: leave the KV connector out, or load the weights"
+                " another way (--load-format, --quantization)"
+            )
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     digest = tensors_digest(sorted(tensors.items(), key=lambda item: item[0]))
     _factors.cache_clear()
