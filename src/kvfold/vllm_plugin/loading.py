@@ -1,5 +1,5 @@
-"""Attach maps to vLLM's models after they are loaded, and note their weights for the disk connector,
-whatever the loader and the attention backend.
+"""Attach maps to vLLM's models after they are loaded, whatever the loader and the attention
+backend, and note their weights for the disk connector.
 
 Heavy modules are imported only if a server uses maps: importing Numba keeps vLLM 0.32 from
 starting.
