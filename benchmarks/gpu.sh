@@ -3,7 +3,7 @@
 #     benchmarks/gpu.sh [attention|rebuilt|once|ablations|engine|prefill|compress|replay]...   (default: all)
 #     benchmarks/gpu.sh uneven      of the ablations, ZACK's KE on unequal heads and Palu's shared latents
 #     benchmarks/gpu.sh agents documents composites    of docs/lab/vllm.md and docs/lab/composites.md
-#     benchmarks/gpu.sh suites      published benchmarks of MODEL, whose questions are in TASKS, on DEVICES (0)
+#     benchmarks/gpu.sh suites      published benchmarks of MODEL, with questions of TASKS, on DEVICES (0), BESIDE (4) settings each; maps in FOLDER (made)
 # RESULTS: folder of the files (benchmarks/results); PYTHON: of the scripts (python).
 # `pip install flashinfer-python` adds that baseline. Then: python tools/performance_page.py
 set -e
@@ -83,16 +83,12 @@ replay() {
     $python benchmarks/bench_replay.py --tokens 8192 --policies kvzip --variants bf16-full,int4-half --json "$results/replay-8b.json"
 }
 
-# The number of sessions that each cache may bear comes last: a run ends with the first that it does not.
+# After the colon: how many sessions are tried. A run ends with the first number that is not borne.
 agents() {
-    while read -r kind sessions; do
-        $python benchmarks/vllm_agents.py "$kind" --sessions "$sessions" --limit 400 --json "$results/agents-$kind.json"
-    done <<EOF
-bits-4 118
-bits-8 52,60
-swift-4x 130
-lean-8x 150,220
-EOF
+    for run in bits-4:118 bits-8:52,60 swift-4x:130 lean-8x:150,220; do
+        kind=${run%:*}
+        $python benchmarks/vllm_agents.py "$kind" --sessions "${run#*:}" --limit 400 --json "$results/agents-$kind.json"
+    done
 }
 
 documents() {
@@ -106,13 +102,11 @@ composites() {
 }
 
 suites() {
-    devices=${DEVICES:-0}
-    folder="${FOLDER:-made}"
-    shared="$MODEL --folder $folder --beside ${BESIDE:-4} --devices $devices"
-    $python benchmarks/suite_table.py $shared --suites "math=$TASKS/gsm8k-test.jsonl" "code=$TASKS/HumanEval.jsonl.gz" \
+    table="$python benchmarks/suite_table.py $MODEL --folder ${FOLDER:-made} --beside ${BESIDE:-4} --devices ${DEVICES:-0}"
+    $table --suites "math=$TASKS/gsm8k-test.jsonl" "code=$TASKS/HumanEval.jsonl.gz" \
         --set suite-rows=200 --json "$results/suites-questions.json"
     for tokens in 4096 8192 16384; do
-        $python benchmarks/suite_table.py $shared --suites ruler --set suite-length=$tokens suite-rows=20 --json "$results/suites-ruler-$tokens.json"
+        $table --suites ruler --set suite-length=$tokens suite-rows=20 --json "$results/suites-ruler-$tokens.json"
     done
 }
 
