@@ -234,9 +234,9 @@ def times(bench: Hybrids) -> dict[str, float]:
 
 def to_restore(pool: Pool, slot: int) -> list[tuple[Tensor, Tensor]]:
     """As many rows as a sequence has, of both widths, and maps to whole keys and values."""
-    assert pool.low_rank is not None
+    assert pool.coarse is not None
     dim, found = pool.layout.spec.geometry.head_dim, []
-    for own in (pool, pool.low_rank):
+    for own in (pool, pool.coarse):
         for layer, where in zip(own.layout.spec.layers, own.layout.layer_groups, strict=True):
             rows = int(own.host_lengths[slot, where.start])
             found += [(torch.randn(rows, x.rank), torch.randn(x.rank, dim)) for x in layer.latents]

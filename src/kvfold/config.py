@@ -315,11 +315,18 @@ class CacheConfig:
         False,
         "Refit the remaining keys and values after an eviction to the attention outputs before it.",
     )
+    when_full: str = setting(
+        "pre-empt",
+        "If the page pool is full: pre-empt a request, whose tokens are computed again later; or"
+        " demote the oldest tokens of requests from 8 to 4 bits first.",
+        choices=("pre-empt", "demote"),
+    )
 
     def __post_init__(self) -> None:
         check(self)
         self._check_eviction()
         self._check_packing()
+        self._check_demotion()
 
     def _check_eviction(self) -> None:
         both = self.keep_tokens is not None and self.max_cache_tokens is not None
@@ -362,6 +369,24 @@ class CacheConfig:
             raise SettingError(
                 f"`residual` must be whole pages of {page} rows, which are packed together, got "
                 f"{residual}: take {max(residual // page, 1) * page}, or another `page`"
+            )
+
+    def _check_demotion(self) -> None:
+        if self.when_full != "demote":
+            return
+        needs = "`when_full='demote'` takes tokens from 8 to 4 bits"
+        if self.bits != 8:
+            got = "no `bits` are set" if self.bits is None else f"got `bits={self.bits}`"
+            raise SettingError(f"{needs}, and {got}: set `bits=8`, or leave `when_full` out")
+        if self.evict is not None:
+            raise SettingError(
+                f"{needs} where memory is short, and `evict={str(self.evict)!r}` drops tokens"
+                " instead: leave one of them out"
+            )
+        if self.packs_pages or self.format != "integers":
+            raise SettingError(
+                f"{needs}, with one scale per token; got `format={self.format!r}`,"
+                f" `residual={self.residual}`: leave both out, or leave `when_full` out"
             )
 
     @property

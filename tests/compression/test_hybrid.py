@@ -120,9 +120,9 @@ def test_computes_what_truncated_rows_give(name: str, count: int, given: Ratios)
             both = [logits_of(x, ids[at : at + count]) for x in (found, wanted)]
             torch.testing.assert_close(*both, rtol=1e-4, atol=1e-4)
             found.runner.pool.check_integrity()
-            rounds.add(int(found.runner.pool.low_rank.host_lengths.sum()))
+            rounds.add(int(found.runner.pool.coarse.host_lengths.sum()))
         pool, slot = found.runner.pool, found.sequence.open_slot
-        both = pool.host_lengths[slot] + pool.low_rank.host_lengths[slot]
+        both = pool.host_lengths[slot] + pool.coarse.host_lengths[slot]
         assert (both == found.sequence.num_computed).all() and len(rounds) > 1
 
 
@@ -191,8 +191,8 @@ def test_bytes_are_those_of_pages() -> None:
         logits_of(session, tokens(1, PROMPT)[0].tolist(), prompt=PROMPT)
         whole = pool.used_bytes
         session.compress()
-        layouts = pool.layout, pool.layout.low_rank
-        rows = pool.host_lengths[slot], pool.low_rank.host_lengths[slot]
+        layouts = pool.layout, pool.layout.coarse
+        rows = pool.host_lengths[slot], pool.coarse.host_lengths[slot]
         size = sum(
             -(-int(count) // PAGE) * group.layout.page_bytes
             for layout, counts in zip(layouts, rows, strict=True)
@@ -234,7 +234,7 @@ def test_random_events() -> None:
                 pool.extend(slots, rng.integers(0, 6, len(slots)))
             elif event == "demote":
                 count = rng.integers(0, pool.host_lengths[slots] + 1)
-                pool.low_rank.extend(slots, count)
+                pool.coarse.extend(slots, count)
                 pool.truncate(slots, pool.host_lengths[slots] - count)
             else:
                 pool.free_slot(rng.choice(slots))
@@ -245,7 +245,7 @@ def test_random_events() -> None:
     for slot in pool.open_slots:
         pool.free_slot(slot)
     pool.check_integrity()
-    assert pool.used_bytes == 0 and not pool.low_rank.host_lengths.any()
+    assert pool.used_bytes == 0 and not pool.coarse.host_lengths.any()
 
 
 def engine(kv_bytes: int, **settings) -> LLM:
@@ -297,7 +297,7 @@ def test_kernels_compute_what_pytorch_does(monkeypatch: pytest.MonkeyPatch) -> N
             runner.compress([second])
             logits = [step(runner, (second, 1), (first, 15))]
             runner.compress([first])
-            assert runner.pool.low_rank.host_lengths[:2].all()
+            assert runner.pool.coarse.host_lengths[:2].all()
             logits += [step(runner, (first, 1), (second, 1)) for _ in range(3)]
             logits.append(step(runner, (first, 4), every=True))
             runner.pool.check_integrity()
@@ -378,10 +378,10 @@ def test_rows_become_narrow_where_wide_ones_fill_the_pool(monkeypatch: pytest.Mo
             try:
                 session.compress()
             except PoolFull:
-                assert size < most * 5 // 4 and not pool.low_rank.host_lengths.any()
+                assert size < most * 5 // 4 and not pool.coarse.host_lengths.any()
                 continue
             pool.check_integrity()
-            assert pool.low_rank.host_lengths[slot].all()
+            assert pool.coarse.host_lengths[slot].all()
             found.append(logits_of(session, ids[PROMPT : PROMPT + 3]))
     assert len(found) == 2
     torch.testing.assert_close(*found)
@@ -396,7 +396,7 @@ def test_layers_of_one_leader_need_room_together() -> None:
     apart, spec = layout.spare_page_bytes, layout.spec
     mark(model, replace(spec, hybrid=replace(spec.hybrid, leaders=(0, 0))), {})
     layout, tokens_each = session_of(model).runner.pool.layout, 240
-    assert layout.spare_page_bytes == layout.low_rank.page_bytes == 2 * apart
+    assert layout.spare_page_bytes == layout.coarse.page_bytes == 2 * apart
     enough = layout.bytes_for(2, tokens_each) - 2**20
     for size in (enough, enough - layout.spare_page_bytes * tokens_each // PAGE):
         config = CacheConfig(kv_bytes=size, page=PAGE)
@@ -407,7 +407,7 @@ def test_layers_of_one_leader_need_room_together() -> None:
         if size < enough:
             with pytest.raises(PoolFull, match="no free pages for low-rank entries"):
                 runner.compress(requests)
-            assert not runner.pool.low_rank.host_lengths.any()
+            assert not runner.pool.coarse.host_lengths.any()
         else:
             runner.compress(requests)
             held = set(runner.pool.stats().sequence_bytes.values())
@@ -453,7 +453,7 @@ def test_work_space_has_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
         assert {b for b, _ in sizes} == ({3} if rows > 1 else {1})
         runner.pool.check_integrity()
         after = [step(runner, *((x, 1) for x in requests)) for _ in range(2)]
-        found.append([torch.from_numpy(runner.pool.low_rank.host_lengths), *after])
+        found.append([torch.from_numpy(runner.pool.coarse.host_lengths), *after])
     for other in found[1:]:
         assert all(map(torch.equal, other, found[0]))
 
@@ -587,9 +587,9 @@ def test_says_what_kernels_do_not_read() -> None:
     odd = cache_layout(spec, tracked=True, bits=3)
     found = kernels(shapes, odd, torch.bfloat16)
     assert found.decode == 0 and found.prefill == 2 and "8, 4 and 2 bits" in str(found)
-    less = odd.low_rank
+    less = odd.coarse
     assert less is not None
-    mixed = replace(cache_layout(spec, tracked=True), low_rank=less)
+    mixed = replace(cache_layout(spec, tracked=True), coarse=less)
     assert kernels(shapes, mixed, torch.bfloat16).decode == 0
 
 

@@ -39,7 +39,7 @@ def logits_after(seen: Sequence[int | None]) -> Tensor:
 class FakePool:
     """Pages of two groups, counted on the host alone: fast enough for long runs."""
 
-    low_rank = None
+    coarse = None
 
     def __init__(self, num_pages: int, *, num_slots: int, max_tokens: int) -> None:
         self.num_pages, self.num_slots, self.max_tokens = num_pages, num_slots, max_tokens
@@ -224,6 +224,12 @@ class StubRunner:
         """Nothing slides."""
 
     demotes = False
+
+    def num_demotable(self, sequence: sequences.Request) -> int:
+        return 0
+
+    def demote(self, sequence: sequences.Request) -> None:
+        raise AssertionError("there is nothing to demote")
 
     def needs_compression(self, sequence: sequences.Request) -> bool:
         most = sequence.cache.max_cache_tokens

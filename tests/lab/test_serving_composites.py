@@ -136,9 +136,9 @@ def test_the_table_says_what_decodes_on_a_gpu(name: str, unmeasured) -> None:
     layer, geometry = layout.spec.layers[0], layout.spec.geometry
     shape = LayerShape(index=0, spec=layer, geometry=geometry, window=None, fixed_rope=True)
     groups = layout.groups_of_layer(0)
-    if layout.low_rank:
-        groups += layout.low_rank.groups_of_layer(0)
-    chosen = select(shape, groups, task, HYBRID if layout.low_rank else None).backend
+    if layout.coarse:
+        groups += layout.coarse.groups_of_layer(0)
+    chosen = select(shape, groups, task, HYBRID if layout.coarse else None).backend
     (line,) = (x for x in results_tables.composites().splitlines() if f"| {labelled(name)}" in x)
     assert ("| plain PyTorch |" in line) == (chosen in PLAIN_BACKENDS), chosen
     assert name.startswith(script.IN_PYTORCH) == (chosen in PLAIN_BACKENDS), chosen

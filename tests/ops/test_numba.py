@@ -26,6 +26,7 @@ from kvfold.ops.common import threads
 from kvfold.ops.common.pages import LayerPages
 from kvfold.ops.common.parts import plan_parts, unsupported_reason
 from kvfold.ops.decode.numba import CHUNK, Watch, decode
+from kvfold.ops.decode.reference import decode as reference_decode
 from kvfold.ops.linear import FEW, reference
 from kvfold.ops.linear import numba as linear
 from kvfold.ops.pointwise import numba as pointwise
@@ -55,9 +56,11 @@ def plan_of(layout: CacheLayout, queries: int, dtype: torch.dtype):
 def test_decode_is_the_formula(name: str, queries: int) -> None:
     layout = per_head(**{"page": 16, "itemsize": 4} | LAYOUTS[name])
     case = Case.of(layout, LENGTHS, queries, torch.float32)
-    found = decode(*case.args, plan_of(layout, queries, torch.float32), None)
+    found, lse = decode(*case.args, plan_of(layout, queries, torch.float32), None)
     assert found.shape == case.out.shape and case.is_near(found).all()
     assert not found[2].any()  # no rows in any group
+    _, expected = reference_decode(*case.args)
+    torch.testing.assert_close(lse, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -65,7 +68,7 @@ def test_decode_is_the_formula(name: str, queries: int) -> None:
 def test_numbers_of_16_bits(name: str, dtype: torch.dtype) -> None:
     layout = per_head(**{"page": 16} | LAYOUTS[name])
     case = Case.of(layout, LENGTHS, 2, dtype, page_offset=3)
-    assert case.is_near(decode(*case.args, plan_of(layout, 2, dtype), None)).all()
+    assert case.is_near(decode(*case.args, plan_of(layout, 2, dtype), None)[0]).all()
 
 
 @pytest.mark.parametrize("peak", [1e-3, 20.0, 400.0])
@@ -76,7 +79,7 @@ def test_long_sequences_whatever_the_threads(peak: float, monkeypatch) -> None:
     found = []
     for number in (1, 3):
         monkeypatch.setattr(threads.torch, "get_num_threads", lambda number=number: number)
-        found.append(decode(*case.args, plan_of(layout, 2, torch.float32), None))
+        found.append(decode(*case.args, plan_of(layout, 2, torch.float32), None)[0])
     assert torch.equal(*found) and case.is_near(found[0]).all()
 
 
@@ -115,7 +118,7 @@ def test_shared_latents_tiers_and_metrics(layout: CacheLayout, seed: int, power:
     q = numbers(seed + 1, dtype, 2, 2 * len(spec.key_latents), 48)
     pages = LayerPages(on.arena, on.tables, lengths, groups)
     watch = Watch(power, torch.tensor([60, 170]))  # of slots whose positions are 140.. and 0..
-    found = decode(q, pages, slots, 0.5, plan_of(layout, 2, dtype), watch).double()
+    found = decode(q, pages, slots, 0.5, plan_of(layout, 2, dtype), watch)[0].double()
     total = torch.zeros(rows.valid.shape, dtype=torch.float64)
     slack = torch.zeros_like(total)
     for h, key in enumerate(spec.key_latents):
@@ -148,7 +151,7 @@ def test_nan_of_a_stored_row_is_seen() -> None:
     q, pages, slots, scale = case.args
     rows = torch.full((1, 16), torch.nan)
     store.append(pages, rows, slots[:1], torch.tensor([[7]]))
-    found = decode(q, pages, slots, scale, plan_of(layout, 1, torch.float32), None)
+    found, _ = decode(q, pages, slots, scale, plan_of(layout, 1, torch.float32), None)
     assert found[0].isnan().all() and case.is_near(found)[1:].all()
 
 

@@ -165,7 +165,7 @@ def test_numba_adds_to_metrics_what_is_left_beside_sinks() -> None:
     valid = torch.arange(700) < pages.lengths[slots][..., None]
     before = read_metrics(pages, slots, valid)
     watch = numba.Watch(1, torch.full((2,), 2**30))
-    found = numba.decode(q, pages, slots, scale, plan, watch, sinks)
+    found, _ = numba.decode(q, pages, slots, scale, plan, watch, sinks)
     wanted, total = reference.with_sinks(
         case.out[:, :, None].clone(), case.lse[..., None], sinks.double()
     )
@@ -230,7 +230,7 @@ def test_scores_by_numba(tracked: bool, bounds) -> None:
     last = rows.positions[:, 0].masked_fill(~rows.valid[:, 0], -1).amax(1)
     limits = Limits(softcap=bounds[0], window=bounds[1], positions=last)
     plan = plan_parts(layout.spec.layers[0], layout.groups, 3, torch.float32)
-    found = numba.decode(q, pages, slots, scale, plan, None, None, limits)
+    found, _ = numba.decode(q, pages, slots, scale, plan, None, None, limits)
     wanted, _ = decode_reference.decode(q, pages, slots, scale, None, limits)
     assert error(found, wanted.double()) < rounding(torch.float32, 4096)
     assert error(case.out, wanted.double()) > 0.02 and not found[2].any()

@@ -1,5 +1,6 @@
 """Attention over entries of two ranks (ZDC §5.2): full-rank entries of important tokens, and
-low-rank entries (`low_rank`) of unimportant ones, which keep the first numbers of each latent.
+low-rank entries (`PoolView.coarse`) of unimportant ones, which keep the first numbers of each
+latent.
 
 Low-rank entries are scored with the first numbers of the same queries, and both outputs are merged
 by their log-sum-exps. Shapes: B sequences of one attention call (a part of the step), T queries per
@@ -8,7 +9,7 @@ sequence; Hq query heads, r / s widest key / value rank, G groups of a layer, W 
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 
 from kvfold.attention.backend import AttentionBackend, Task
 from kvfold.attention.base import Columns, LayerAttention, LayerShape
+from kvfold.attention.coarse import PlannedDecode, Weighed, merged
 from kvfold.attention.metadata import AttentionMetadata, CacheView, PoolView
 from kvfold.attention.observer import Observer
 from kvfold.attention.triton_decode import LayerBatch, plan_batches
@@ -27,8 +29,6 @@ from kvfold.ops.common.pages import owner_of
 from kvfold.ops.prefill import PREFILL, KVView, Seen, prefill
 from kvfold.ops.store import gather, set_metrics
 
-Weighed = tuple[Tensor, Tensor]  # attention output [B, Hq, T, s], log2-sum-exp2 fp32 [B, Hq, T]
-
 
 class MixedRankAttention(AttentionBackend):
     """Serves any layer with two ranks, by whatever serves `ops.decode` and `ops.prefill`. The
@@ -38,11 +38,13 @@ class MixedRankAttention(AttentionBackend):
     def __init__(
         self, view: CacheView, wide: Sequence[LayerBatch], narrow: Sequence[LayerBatch]
     ) -> None:
-        assert isinstance(view, PoolView) and view.low_rank is not None, "entries have one rank"
+        assert isinstance(view, PoolView) and view.coarse is not None, "entries have one rank"
         super().__init__(view)
-        self.pool_view, self.narrow_view = view, view.low_rank
-        self.batches = {True: wide, False: narrow}
-        self.plans: dict[bool, dict[int, Any]] = {True: {}, False: {}}
+        self.pool_view, self.narrow_view = view, view.coarse
+        self.decodes = {
+            True: PlannedDecode(view, wide),
+            False: PlannedDecode(view.coarse, narrow),
+        }
 
     @classmethod
     def unsupported_reason(
@@ -54,20 +56,20 @@ class MixedRankAttention(AttentionBackend):
     def prepare(
         cls, view: CacheView, layers: Sequence[LayerAttention], observer: Observer | None
     ) -> Callable[[CacheView], AttentionBackend]:
-        assert isinstance(view, PoolView) and view.low_rank is not None, "entries have one rank"
+        assert isinstance(view, PoolView) and view.coarse is not None, "entries have one rank"
         return partial(
-            cls, wide=plan_batches(view, layers), narrow=plan_batches(view.low_rank, layers)
+            cls, wide=plan_batches(view, layers), narrow=plan_batches(view.coarse, layers)
         )
 
     def attend(
         self, layer: LayerAttention, part: AttentionMetadata, q: Tensor, into: Tensor | None = None
     ) -> Tensor:
         """q [B, Hq, T, r] -> [B, T, W]."""
-        assert part.low_rank is not None
+        assert part.coarse is not None
         out, lse = self._weigh(True, layer, part, q)
         # A CUDA graph cannot know whether there are low-rank entries: it always attends to them.
-        if not part.low_rank.lengths.size or part.low_rank.size(layer.index):
-            narrow_out = self._weigh(False, layer, part.low_rank, self._first(layer, q))
+        if not part.coarse.lengths.size or part.coarse.size(layer.index):
+            narrow_out = self._weigh(False, layer, part.coarse, self._first(layer, q))
             out, lse = merged((out, lse), narrow_out)
         out, lse = layer.with_sinks(out, lse)
         self._rank(layer, part, q, lse)
@@ -79,15 +81,7 @@ class MixedRankAttention(AttentionBackend):
         """Attention to the full-rank (`wide`) or the low-rank entries."""
         if not part.decode:
             return self._prefill(wide, layer, part, q)
-        view = self.pool_view if wide else self.narrow_view
-        if not self.plans[wide]:
-            for x in self.batches[wide]:
-                counts, queries = x.lengths(view, part), layer.geometry.queries_per_kv
-                plans = decode.plan_layers(x.groups, counts, queries, part.rows)
-                self.plans[wide].update(zip(x.layers, plans, strict=True))
-        pages, plan = view.pages[layer.index], self.plans[wide][layer.index]
-        out, lse = decode.decode(q[:, :, 0].contiguous(), pages, part.slots, layer.scale, plan)
-        return out[:, :, None], lse[..., None]
+        return self.decodes[wide](layer, part, q)
 
     def _prefill(
         self, wide: bool, layer: LayerAttention, part: AttentionMetadata, q: Tensor
@@ -156,18 +150,6 @@ def denominators(lse: Tensor) -> Tensor:
     """log2 of the softmax denominators of tokens, summed over heads: lse [B, Hq, T] -> [B, T] (ZDC
     §5.2)."""
     return (lse / LOG2_E).logsumexp(1) * LOG2_E
-
-
-def merged(a: Weighed, b: Weighed) -> Weighed:
-    """Combine attention over two sets of entries by their log-sum-exps. The second output may have
-    fewer numbers."""
-    (out, lse), (narrow_out, narrow_lse) = a, b
-    total = torch.logaddexp2(lse, narrow_lse)
-    narrow_out = F.pad(narrow_out, (0, out.shape[-1] - narrow_out.shape[-1]))
-    shares = ((x - total).exp2()[..., None] for x in (lse, narrow_lse))
-    combined = sum(x.float() * share for x, share in zip((out, narrow_out), shares, strict=True))
-    assert isinstance(combined, Tensor)
-    return combined.to(out.dtype), total
 
 
 @lru_cache(maxsize=4096)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvfold.cache.eviction.policy import Policy
 from kvfold.cache.eviction.scorers.attention import Observation, as_observation
-from kvfold.cache.pool import LowRankPool, Pool
+from kvfold.cache.pool import CoarsePool, Pool
 from kvfold.layout.pages import CacheLayout
 from kvfold.ops import store
 from kvfold.ops.common.launch import upload
@@ -83,10 +83,18 @@ class PoolView:
         return self.pool.lengths[slots[:, None], groups]
 
     @cached_property
-    def low_rank(self) -> "PoolView | None":
-        """View of the low-rank rows of unimportant tokens; None if all tokens store the same."""
-        pool = self.pool.low_rank
+    def coarse(self) -> "PoolView | None":
+        """View of the rows of the coarse pool; None if all tokens store the same."""
+        pool = self.pool.coarse
         return None if pool is None else PoolView(pool, None, self.dtype)
+
+    def reads_coarse(self, slots: Sequence[int] | None = None) -> bool:
+        """Whether attention of the sequences `slots` (None: any) reads rows of the coarse pool.
+        Always with two ranks; with fewer bits only once rows of theirs were demoted."""
+        pool = self.pool.coarse
+        if pool is None or self.layout.spec.hybrid is not None:
+            return pool is not None
+        return slots is not None and bool(pool.host_lengths[slots].any())
 
     @cached_property
     def spans(self) -> Sequence[slice]:
@@ -123,7 +131,7 @@ class AttentionMetadata:
     stop: upper bound of positions.
     prompt_lengths: [B] if the attention of these queries is observed, else None.
     decode: T is 1, and a query sees all rows of its sequence.
-    low_rank: metadata of the same queries for the low-rank rows, if there are any.
+    coarse: metadata of the same queries for the rows of the coarse pool; None: none are read.
     """
 
     first_token: int
@@ -135,7 +143,7 @@ class AttentionMetadata:
     prompt_lengths: Tensor | None = None
     decode: bool = False
     tokens: Tensor | None = None
-    low_rank: "AttentionMetadata | None" = None
+    coarse: "AttentionMetadata | None" = None
 
     @classmethod
     def for_step(
@@ -153,15 +161,15 @@ class AttentionMetadata:
         """Metadata for sequences `slots`, from the lengths on the host. positions [B * T];
         prompt_lengths: if their queries are observed."""
         rows, device = view.pool.host_lengths[slots], view.pool.device
-        low_rank = None
-        if view.low_rank is not None:
+        coarse = None
+        if view.coarse is not None and view.reads_coarse(slots):
             settings: dict[str, Any] = {
                 "first_token": first_token,
                 "stop": stop,
                 "decode": decode,
             }
-            low_rank = cls.for_step(
-                view.low_rank, slots, positions, prompt_lengths=None, tokens=tokens, **settings
+            coarse = cls.for_step(
+                view.coarse, slots, positions, prompt_lengths=None, tokens=tokens, **settings
             )
         firsts = [groups.start for groups in view.pool.layout.layer_groups]
         lengths = None if prompt_lengths is None else upload(np.array(prompt_lengths), device)
@@ -175,7 +183,7 @@ class AttentionMetadata:
             prompt_lengths=lengths,
             decode=decode,
             tokens=tokens,
-            low_rank=low_rank,
+            coarse=coarse,
         )
 
     @classmethod
@@ -191,9 +199,9 @@ class AttentionMetadata:
             # A prompt length of 0: generated tokens are observed, whatever the prompt's length.
             prompt_lengths=torch.zeros_like(slots) if view.observes_decodes else None,
             decode=True,
-            low_rank=None
-            if view.low_rank is None
-            else cls.for_decodes(view.low_rank, slots, positions),
+            coarse=cls.for_decodes(view.coarse, slots, positions)
+            if view.coarse is not None and view.reads_coarse()
+            else None,
         )
 
     @property
@@ -227,7 +235,7 @@ def _most_rows(view: PoolView, batch: int) -> int:
     to one group, otherwise all groups have equally many rows."""
     pool, layout = view.pool, view.pool.layout
     num_groups = max(len(pages.groups) for pages in view.pages.values())
-    if layout.tracked or isinstance(pool, LowRankPool):
+    if layout.tracked or isinstance(pool, CoarsePool):
         num_pages = pool.num_bytes // min(group.layout.page_bytes for group in layout.groups)
     else:
         num_pages = pool.num_bytes // layout.page_bytes * num_groups

@@ -73,5 +73,5 @@ class NumbaDecode(AttentionBackend):
             watch = numba.Watch(scorer.power, last)
         pages, plan = self.view.pages[layer.index], self.plans[layer.index]
         inputs, limits = (pages, part.slots, layer.scale, plan, watch), score_limits(layer, part)
-        out = numba.decode(q[:, :, 0].detach(), *inputs, layer.sinks, limits)
+        out, _ = numba.decode(q[:, :, 0].detach(), *inputs, layer.sinks, limits)
         return layer.merge_heads(out[:, :, None].to(q.dtype), into=into)

@@ -68,8 +68,9 @@ class PagedAttention:
         self.backend_factories: dict[
             type[AttentionBackend], Callable[[CacheView], AttentionBackend]
         ] = {}
-        for backend in {*chosen.decode, *chosen.prefill, *chosen.observed}:
-            decoded = [x for x in layers if chosen.decode[x.index] is backend]
+        decoders = tuple(filter(None, (chosen.decode, chosen.coarse)))
+        for backend in {*chosen.decode, *chosen.prefill, *chosen.observed, *chosen.coarse}:
+            decoded = [x for x in layers if any(y[x.index] is backend for y in decoders)]
             self.backend_factories[backend] = backend.prepare(self.view, decoded, self.observer)
 
     def entries(self, slots: Tensor, size: int, computed: list[int]) -> PoolEntries:

@@ -14,6 +14,7 @@ import torch
 
 from kvfold.attention.backend import AttentionBackend, Task
 from kvfold.attention.base import LayerAttention, LayerShape
+from kvfold.attention.coarse import CoarseDecode, NumbaCoarseDecode
 from kvfold.attention.cpu_paged import CpuPaged
 from kvfold.attention.fallback import Fallback
 from kvfold.attention.hybrid import MixedRankAttention, MixedRankKernels
@@ -35,6 +36,7 @@ DECODE: tuple[type[AttentionBackend], ...] = (
 )
 PREFILL: tuple[type[AttentionBackend], ...] = (TritonPrefill, Fallback)
 HYBRID = (MixedRankKernels, MixedRankAttention)  # for caches with two ranks
+COARSE = (NumbaCoarseDecode, CoarseDecode)  # for decoding sequences with demoted entries
 PLAIN = (Fallback, MixedRankAttention)  # plain PyTorch, on any device
 SERVED = "8, 4 and 2 bits have kernels, alone or planned together"
 NEEDS_WEIGHTS = "the policy makes scores of weights, which no kernel writes"
@@ -76,12 +78,13 @@ def select(
 
 @dataclass(frozen=True)
 class SelectedBackends:
-    """The chosen backends by layer: for decoding, for prefill, and for prefill chunks whose queries
-    are observed."""
+    """The chosen backends by layer: for decoding, for prefill, for prefill chunks whose queries are
+    observed, and for decoding sequences with demoted entries (empty: none are demoted)."""
 
     decode: tuple[type[AttentionBackend], ...]
     prefill: tuple[type[AttentionBackend], ...]
     observed: tuple[type[AttentionBackend], ...]
+    coarse: tuple[type[AttentionBackend], ...] = ()
 
     @classmethod
     def select_all(cls, layers: Sequence[LayerAttention], view: PoolView) -> "SelectedBackends":
@@ -103,30 +106,44 @@ class SelectedBackends:
             if decode and (needs_weights or view.pool.layout.kept_fraction < 1):
                 warn_of_fallback(layers, groups, choices, task)
             backends.append(tuple(choice.backend for choice in choices))
+        if _demotes(view.layout):
+            task = Task(decode=True, observed=False, device_type=device, dtype=view.dtype)
+            choices = _choices(layers, view.layout, task, COARSE)
+            backends.append(tuple(choice.backend for choice in choices))
         return cls(*backends)
 
     def for_part(self, part: AttentionMetadata) -> tuple[type[AttentionBackend], ...]:
         if part.decode:
-            return self.decode
+            return self.coarse if self.coarse and part.coarse is not None else self.decode
         return self.prefill if part.prompt_lengths is None else self.observed
 
 
-def _groups(layout: CacheLayout) -> list[tuple[Group, ...]]:
-    """Groups of each layer, of both ranks if there are two."""
-    low_rank = layout.low_rank
+def _demotes(layout: CacheLayout) -> bool:
+    """Whether entries may be demoted to fewer bits."""
+    return layout.coarse is not None and layout.spec.hybrid is None
+
+
+def _groups(layout: CacheLayout, both: bool = False) -> list[tuple[Group, ...]]:
+    """Groups of each layer; those of the coarse pool too with two ranks, or if `both`."""
+    coarse = layout.coarse if both or not _demotes(layout) else None
     indices = range(len(layout.spec.layers))
     return [
-        layout.groups_of_layer(i) + (low_rank.groups_of_layer(i) if low_rank else ())
-        for i in indices
+        layout.groups_of_layer(i) + (coarse.groups_of_layer(i) if coarse else ()) for i in indices
     ]
 
 
-def _choices(layers: Sequence[LayerShape], layout: CacheLayout, task: Task) -> list[BackendChoice]:
+def _choices(
+    layers: Sequence[LayerShape],
+    layout: CacheLayout,
+    task: Task,
+    among: Sequence[type[AttentionBackend]] | None = None,
+) -> list[BackendChoice]:
     """The choice for each layer."""
-    among = HYBRID if layout.low_rank else None
+    groups = _groups(layout, both=among is not None)
+    if among is None and layout.spec.hybrid is not None:
+        among = HYBRID
     return [
-        select(x, layer_groups, task, among)
-        for x, layer_groups in zip(layers, _groups(layout), strict=True)
+        select(x, layer_groups, task, among) for x, layer_groups in zip(layers, groups, strict=True)
     ]
 
 

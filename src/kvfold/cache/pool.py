@@ -95,8 +95,8 @@ class Pool:
         are stale: valid offsets, possibly of another sequence's pages.
     sliding_windows: window of each layer in tokens (None: full attention); pages outside it are
         freed.
-    low_rank: the pool of low-rank entries (unimportant tokens), with the same slots in the same
-        arena; None if the layout has none.
+    coarse: the pool of coarser entries (of lower rank, or of fewer bits), with the same slots in
+        the same arena; None if the layout has none.
     lengths: int32 [num_slots, G], token entries.
     host_lengths: a copy of lengths in host memory, int64; read only.
     padding_slot: an extra slot for the dummy sequences that pad a CUDA-graph batch. It has one
@@ -131,8 +131,8 @@ class Pool:
         layouts += [tail for x in layouts if (tail := x.residual_block) is not None]
         starts = np.arange(shape[1]) * shape[2]
         self._starts: Ints = np.append(starts, starts + self.max_pages)[: len(layouts)]
-        low_rank_groups = () if layout.low_rank is None else layout.low_rank.groups
-        sizes = [x.page_units for x in (*layouts, *(group.layout for group in low_rank_groups))]
+        coarse_groups = () if layout.coarse is None else layout.coarse.groups
+        sizes = [x.page_units for x in (*layouts, *(group.layout for group in coarse_groups))]
         units, classes, users = np.unique(sizes, return_inverse=True, return_counts=True)
         self._class_of = classes[: len(layouts)]
         self._by_class = np.argsort(self._class_of, kind="stable")  # page lists, sorted by class
@@ -156,9 +156,9 @@ class Pool:
         self.host_lengths: Ints = np.zeros((num_slots, shape[1]), dtype=np.int64)
         self._is_open = np.zeros(num_slots, dtype=bool)
         self._high_water = 0
-        self.low_rank: LowRankPool | None = None
-        if layout.low_rank is not None:
-            self.low_rank = LowRankPool(self, layout.low_rank, classes[len(layouts) :])
+        self.coarse: CoarsePool | None = None
+        if layout.coarse is not None:
+            self.coarse = CoarsePool(self, layout.coarse, classes[len(layouts) :])
 
     def pages(self, where: slice) -> LayerPages:
         """The pages of the groups `where`, in the form that ops take: views, which follow later
@@ -222,6 +222,44 @@ class Pool:
         """Make all pages of a sequence private before they are changed (copy-on-write). Does
         nothing here, as this pool shares no pages."""
 
+    def demotable(self, slot: int) -> tuple[int, int]:
+        """(number of a sequence's first page that can be demoted, number of whole pages in every
+        group from there on). Shared pages stay as they are."""
+        first = self._num_kept(slot)
+        return first, max(int(self.host_lengths[slot].min()) // self.layout.page - first, 0)
+
+    def _num_kept(self, slot: int) -> int:
+        """Number of leading pages that other sequences read too."""
+        return 0
+
+    def demote(self, slot: int, first: int, count: int) -> None:
+        """Move the entries of `count` pages of the coarse pool's size, from page number `first` of
+        each group on, to the coarse pool. The first `count` pages of that range become the coarse
+        ones, and the others are free: no page is allocated.
+
+        The caller has read the entries before, and writes them to the coarse pages afterwards. In
+        this pool the later entries of the sequence move up. Nothing is changed if it raises.
+        """
+        coarse, index = self.coarse, self._opened([slot])
+        assert coarse is not None and not self.layout.residual, "there is no coarse pool"
+        num_fine = coarse.layout.page // self.layout.page * count
+        assert count > 0 and num_fine <= self.demotable(slot)[1], f"{num_fine} pages from {first}"
+        start = np.full((1, self.host_lengths.shape[1]), first, dtype=np.int64)
+        moved = self._between(index, start, start + count)
+        freed = self._between(index, start + count, start + num_fine)
+        num_coarse = coarse._num_pages(coarse.host_lengths[index])
+        target = coarse._between(index, num_coarse, num_coarse + count)
+        assert (moved.pages == target.pages).all(), "coarse pages have the size of fine ones"
+        tables = self.block_tables.view(-1)
+        offsets = tables[self._cells(moved)]
+        slabs = self._slabs.push(tables[self._cells(freed)], freed.pages)
+        later = self.block_tables[slot, :, first + num_fine :].clone()
+        coarse.block_tables.view(-1)[coarse._cells(target)] = offsets
+        self.block_tables[slot, :, first : first + later.shape[1]] = later
+        tokens = count * coarse.layout.page
+        coarse._commit(index, coarse.host_lengths[index] + tokens, slabs)
+        self._commit(index, self.host_lengths[index] - tokens, slabs)
+
     @property
     def open_slots(self) -> list[int]:
         return [int(slot) for slot in np.flatnonzero(self._is_open)]
@@ -234,8 +272,8 @@ class Pool:
     def _empty(self, slot: int) -> None:
         """Free all pages of a sequence."""
         self.truncate(slot, np.zeros_like(self.host_lengths[slot]))
-        if self.low_rank is not None:
-            self.low_rank.truncate(slot, np.zeros_like(self.low_rank.host_lengths[slot]))
+        if self.coarse is not None:
+            self.coarse.truncate(slot, np.zeros_like(self.coarse.host_lengths[slot]))
 
     def make_room_to_extend(self, slots: Sequence[int], tokens: Sequence[int]) -> bool:
         """Have the pages free that `extend` needs. Returns whether `extend` would succeed.
@@ -325,11 +363,11 @@ class Pool:
         num_pages = self._num_pages(self.host_lengths)
         stored, slot_bytes = int(self.host_lengths.sum()), num_pages @ page_bytes[self._class_of]
         room = int(num_pages.sum()) * self.layout.page
-        if self.low_rank is not None:
-            low_rank_pages = self.low_rank._num_pages(self.low_rank.host_lengths)
-            slot_bytes = slot_bytes + low_rank_pages @ page_bytes[self.low_rank._class_of]
-            stored += int(self.low_rank.host_lengths.sum())
-            room += int(low_rank_pages.sum()) * self.layout.page
+        if self.coarse is not None:
+            coarse_pages = self.coarse._num_pages(self.coarse.host_lengths)
+            slot_bytes = slot_bytes + coarse_pages @ page_bytes[self.coarse._class_of]
+            stored += int(self.coarse.host_lengths.sum())
+            room += int(coarse_pages.sum()) * self.coarse.layout.page
         columns = np.stack(
             (
                 page_bytes,
@@ -340,8 +378,8 @@ class Pool:
         )
         names = ("page_bytes", "used_pages", "free_pages", "slabs")
         tables = [self.block_tables, self.lengths, *slabs.free_pages]
-        if self.low_rank is not None:
-            tables += [self.low_rank.block_tables, self.low_rank.lengths]
+        if self.coarse is not None:
+            tables += [self.coarse.block_tables, self.coarse.lengths]
         return PoolStats(
             total_bytes=self.num_bytes,
             used_bytes=self.used_bytes,
@@ -363,9 +401,9 @@ class Pool:
         host: for tests."""
         self._check_lengths()
         taken = self._taken()
-        if self.low_rank is not None:
-            self.low_rank._check_lengths()
-            taken = [torch.cat(parts) for parts in zip(taken, self.low_rank._taken(), strict=True)]
+        if self.coarse is not None:
+            self.coarse._check_lengths()
+            taken = [torch.cat(parts) for parts in zip(taken, self.coarse._taken(), strict=True)]
         self._slabs.check_integrity(taken)
         assert self.used_bytes <= self._high_water, f"{self.used_bytes} used > {self._high_water}"
 
@@ -459,15 +497,18 @@ class Pool:
         self.host_lengths[slots], self._slabs = lengths, slabs
 
 
-class LowRankPool(Pool):
-    """The low-rank entries of the sequences of another pool, `owner`, whose slots, arena and slabs
-    it shares. Groups grow independently, by `extend`, and are freed when the owner closes a
-    slot."""
+class CoarsePool(Pool):
+    """Entries of the sequences of another pool, `owner`, that store less: of lower rank, or in
+    fewer bits. It shares the owner's slots, arena and slabs, so both have one budget of bytes.
+
+    Low-rank entries grow group by group, by `extend`; entries in fewer bits by the owner's
+    `demote`. They are freed when the owner closes a slot."""
 
     def __init__(self, owner: Pool, layout: CacheLayout, class_of: Ints) -> None:
-        self.owner, self.layout, self.low_rank = owner, layout, None
-        for name in ("num_slots", "max_tokens", "max_pages", "device", "num_bytes", "arena"):
+        self.owner, self.layout, self.coarse = owner, layout, None
+        for name in ("num_slots", "max_tokens", "device", "num_bytes", "arena"):
             setattr(self, name, getattr(owner, name))
+        self.max_pages = -(-owner.max_tokens // layout.page)
         self.padding_slot, self._is_open = owner.padding_slot, owner._is_open
         shape = (len(owner.block_tables), len(layout.groups), self.max_pages)
         self._starts, self._class_of = np.arange(shape[1]) * shape[2], class_of

@@ -171,6 +171,24 @@ class SharingPool(Pool):
         self._remove_reader(chain)
         self._is_open[slot] = False
 
+    def _num_kept(self, slot: int) -> int:
+        """Also all pages of a packed context, whose groups may differ in length."""
+        chain = self._chains[slot]
+        if chain and chain[0].compressed:
+            return int((chain[0].lengths // self.layout.page).max())
+        shared = [number for number, x in enumerate(chain, 1) if x.ref_count > 1]
+        return max(shared, default=0)
+
+    def demote(self, slot: int, first: int, count: int) -> None:
+        """Cached pages that no other sequence reads leave the cache first: from page `first` on,
+        all of the sequence's pages become private."""
+        chain = self._chains[slot]
+        super().demote(slot, first, count)
+        if not (chain and chain[0].compressed):
+            for x in chain[first:]:
+                x.ref_count = 0
+            self._chains[slot] = chain[:first]
+
     # Shared pages ---------------------------------------------------------------------------------
 
     def share(self, slot: int, count: int) -> list[CachedPages]:
@@ -414,9 +432,9 @@ class SharingPool(Pool):
         self._is_open[:] = False
         self.host_lengths[:] = 0
         self.lengths[: self.num_slots] = 0
-        if self.low_rank is not None:
-            self.low_rank.host_lengths[:] = 0
-            self.low_rank.lengths[: self.num_slots] = 0
+        if self.coarse is not None:
+            self.coarse.host_lengths[:] = 0
+            self.coarse.lengths[: self.num_slots] = 0
 
     @property
     def used_bytes(self) -> int:

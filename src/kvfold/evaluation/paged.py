@@ -76,10 +76,10 @@ class PagedSession(Session):
         pages = -(-packed // layout.page) + (packed < lengths)
         tails = [group.layout.residual_block or group.layout for group in layout.groups]
         bits = packed @ [group.layout.row_bits for group in layout.groups]
-        if pool.low_rank is not None:
-            low_rank = pool.low_rank.host_lengths[slot]
-            bits += low_rank @ [group.layout.row_bits for group in pool.low_rank.layout.groups]
-            pages += -(-low_rank // layout.page)
+        if pool.coarse is not None:
+            coarse = pool.coarse.host_lengths[slot]
+            bits += coarse @ [group.layout.row_bits for group in pool.coarse.layout.groups]
+            pages += -(-coarse // pool.coarse.layout.page)
         bits += (lengths - packed) @ [tail.row_bits for tail in tails]
         num_bytes = pool.stats().sequence_bytes[slot]
         return Footprint(

@@ -16,7 +16,7 @@ is full and another row comes. Sizes are bytes unless a name says bits.
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
@@ -107,6 +107,7 @@ class PageLayout:
     itemsize: bytes of an unquantised number.
     tracked: rows have positions and eviction metrics.
     residual: rows of the residual block, a multiple of the page; 0: there is none.
+    least_bytes: size of a page at least, so that pages of two layouts can take each other's place.
     """
 
     segments: tuple[Segment, ...]
@@ -114,6 +115,7 @@ class PageLayout:
     itemsize: int
     tracked: bool
     residual: int = 0
+    least_bytes: int = field(default=UNIT, repr=False)
 
     @cached_property
     def residual_block(self) -> "PageLayout | None":
@@ -174,7 +176,7 @@ class PageLayout:
     @cached_property
     def page_bytes(self) -> int:
         last = self.blocks.metrics
-        return max(UNIT, _round_up(last.offset + last.size, UNIT))
+        return max(self.least_bytes, _round_up(last.offset + last.size, UNIT))
 
     @property
     def page_units(self) -> int:
@@ -225,14 +227,14 @@ class CacheLayout:
     """The page layouts of all groups of a model, layer by layer. An index into `groups` is a group
     number.
 
-    low_rank: layout of the same groups for the low-rank rows of unimportant tokens; None if all
-        tokens store the same.
+    coarse: layout of the same groups for the rows of the coarse pool: of lower rank (unimportant
+        tokens), or of fewer bits (`with_coarse_bits`); None if all tokens store the same.
     """
 
     spec: CacheSpec
     page: int
     groups: tuple[Group, ...]
-    low_rank: "CacheLayout | None" = None
+    coarse: "CacheLayout | None" = None
 
     @cached_property
     def layer_groups(self) -> tuple[slice, ...]:
@@ -276,10 +278,10 @@ class CacheLayout:
     @cached_property
     def bits_per_token(self) -> float:
         """Stored bits of one token in all layers, metadata included; the average if tokens
-        differ."""
-        if self.low_rank is None:
+        differ, before any is demoted to fewer bits."""
+        if self.coarse is None or self.spec.hybrid is None:
             return sum(self._layer_bits)
-        return self.spec.mean_per_token(self._layer_bits, self.low_rank._layer_bits)
+        return self.spec.mean_per_token(self._layer_bits, self.coarse._layer_bits)
 
     @cached_property
     def _layer_bits(self) -> list[float]:
@@ -309,10 +311,10 @@ class CacheLayout:
         """Temporary bytes per page while rows are demoted to the low rank: pages for their low-rank
         rows are allocated before the full-rank pages are freed. The largest set of layers that are
         demoted together counts; 0 if all tokens store the same."""
-        if self.low_rank is None or self.spec.hybrid is None:
+        if self.coarse is None or self.spec.hybrid is None:
             return 0
         layer_bytes = [0] * len(self.spec.layers)
-        for group in self.low_rank.groups:
+        for group in self.coarse.groups:
             layer_bytes[group.layer] += group.layout.page_bytes
         return max(
             sum(layer_bytes[layer] for layer in unit) for unit in self.spec.hybrid.leader_sets
@@ -336,9 +338,9 @@ class CacheLayout:
         rows = full_rank = np.full(len(self.groups), tokens)
         sizes = [group.layout.page_bytes for group in self.groups]
         low_rank_bytes = 0
-        if self.low_rank is not None:
+        if self.coarse is not None and self.spec.hybrid is not None:
             full_rank = self.num_full_rank(rows)
-            low_rank_sizes = [group.layout.page_bytes for group in self.low_rank.groups]
+            low_rank_sizes = [group.layout.page_bytes for group in self.coarse.groups]
             low_rank_bytes = int(-(-(rows - full_rank) // self.page) @ low_rank_sizes)
         return int(-(-full_rank // self.page) @ sizes) + low_rank_bytes + self.residual_bytes
 
@@ -433,11 +435,33 @@ def cache_layout(
                 residual=residual or 0,
             )
             groups.append(Group(layer=index, heads=heads, layout=layout))
-    low_rank = None
+    coarse = None
     if spec.low_rank is not None:
         settings: dict[str, Any] = {"itemsize": itemsize, "bits": bits, "sub_group": sub_group}
-        low_rank = cache_layout(spec.low_rank, page=page, zeros=zeros, format=format, **settings)
-    return CacheLayout(spec=spec, page=page, groups=tuple(groups), low_rank=low_rank)
+        coarse = cache_layout(spec.low_rank, page=page, zeros=zeros, format=format, **settings)
+    return CacheLayout(spec=spec, page=page, groups=tuple(groups), coarse=coarse)
+
+
+def with_coarse_bits(fine: CacheLayout, coarse: CacheLayout) -> CacheLayout:
+    """`fine` with `coarse`, which stores the same numbers in fewer bits and has more rows a page.
+
+    Pages of both take as many bytes, the larger of the two, so that a coarse page can take the
+    place of a fine one.
+    """
+    assert coarse.page % fine.page == 0 and coarse.spec == fine.spec, "not the same rows"
+    sizes = [
+        max(a.layout.page_bytes, b.layout.page_bytes)
+        for a, b in zip(fine.groups, coarse.groups, strict=True)
+    ]
+
+    def padded(layout: CacheLayout) -> CacheLayout:
+        groups = (
+            replace(x, layout=replace(x.layout, least_bytes=size))
+            for x, size in zip(layout.groups, sizes, strict=True)
+        )
+        return replace(layout, groups=tuple(groups))
+
+    return replace(padded(fine), coarse=padded(coarse))
 
 
 def _check_residual(residual: int, page: int, spec: CacheSpec, bits: int | None) -> None:

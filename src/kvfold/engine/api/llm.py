@@ -185,7 +185,8 @@ class LLM:
             )
         if wanted is False and not self.shares_no_prefix:
             self.shares_no_prefix = "prefix_caching=False"
-        if runner.sliding or runner.pool.layout.residual or runner.pool.low_rank is not None:
+        layout = runner.pool.layout
+        if runner.sliding or layout.residual or layout.spec.hybrid is not None:
             return None
         return PrefixCache(runner.pool, runner.policy, blocks=self.shares_no_prefix is None)
 

@@ -37,7 +37,7 @@ def check_pages(runner: ModelRunner) -> None:
             "a `context` cannot be packed if its last entries are unquantised: leave `residual` "
             "and `format` out"
         )
-    if runner.pool.low_rank is not None:
+    if runner.pool.layout.spec.hybrid is not None:
         raise SettingError(
             "a `context` cannot be packed with entries of two widths: compress the model without "
             "`hybrid`, and set `evict`"

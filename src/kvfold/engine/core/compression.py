@@ -191,10 +191,10 @@ class CompressionScheduler:
             self._evict([request])
 
     def _num_entries(self, requests: list[Request]) -> Ints:
-        """Number of cache entries of each group [S, G], full-rank and low-rank ones."""
-        slots, low_rank = [request.open_slot for request in requests], self.pool.low_rank
+        """Number of cache entries of each group [S, G], those of the coarse pool included."""
+        slots, coarse = [request.open_slot for request in requests], self.pool.coarse
         entries: Ints = self.pool.host_lengths[slots]
-        return entries if low_rank is None else entries + low_rank.host_lengths[slots]
+        return entries if coarse is None else entries + coarse.host_lengths[slots]
 
     def _count(self, requests: list[Request], before: Ints) -> None:
         """Add the evicted tokens to the counters."""

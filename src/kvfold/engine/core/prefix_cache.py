@@ -36,7 +36,7 @@ def unsupported_reason(
         )
     if pool.layout.residual:
         return "the last entries of a sequence wait unquantised in a page of its own"
-    if pool.low_rank is not None:
+    if pool.layout.spec.hybrid is not None:
         return "entries of unimportant tokens become low-rank and move, as a sequence goes on"
     if repairs:
         return "`repair` needs the queries of all tokens, also of those that would be skipped"

@@ -2,10 +2,11 @@
 
 A request waits, runs (it holds a slot of the pool: it prefills in chunks, then decodes one token
 per step) and finishes. If pages run out, entries of running requests are evicted, if there is a
-policy, and then the youngest request is pre-empted: its pages are freed, and its prompt and outputs
-are prefilled again later. Without eviction it then generates exactly the tokens it would have
-generated anyway. With eviction the tokens may differ, because prompt and outputs then compete for
-one budget. In this package "compress" means to evict entries of a request.
+policy, or pages are demoted to fewer bits (`when_full="demote"`). Then the youngest request is
+pre-empted: its pages are freed, and its prompt and outputs are prefilled again later. Without
+eviction and demotion it then generates exactly the tokens it would have generated anyway. With
+eviction the tokens may differ, because prompt and outputs then compete for one budget. In this
+package "compress" means to evict entries of a request.
 """
 
 import logging
@@ -81,7 +82,7 @@ class Scheduler:
         # True: nothing can be admitted until a request finishes or a new one arrives.
         self.admission_blocked = False
         self.num_steps = self.last_admitted = 0
-        self.num_preemptions = 0
+        self.num_preemptions = self.num_demotions = 0
         self.compressions = CompressionScheduler(
             runner, pool, self.prefix_cache, schedule or Schedule(), self.running, self.fail
         )
@@ -238,7 +239,9 @@ class Scheduler:
         while scheduled := self._must_run():
             if self.pool.make_room(self._pages_needed(scheduled)):
                 break
-            if not (self.when.before_preempt and self.compressions.free_memory(self.num_steps)):
+            if self.when.before_preempt and self.compressions.free_memory(self.num_steps):
+                continue
+            if not self._demote():
                 self._preempt()
         return scheduled
 
@@ -249,6 +252,21 @@ class Scheduler:
         decodes = {x: 1 for x in self.running if x.prefilled and x not in rescoring}
         prefills = [x for x in self.running if not x.prefilled][:1]
         return decodes or {x: self._chunk_tokens(x, self.max_batch_tokens) for x in prefills}
+
+    def _demote(self) -> bool:
+        """Demote the oldest pages of the request that can free most to fewer bits. Returns False if
+        none can."""
+        request = max(self.running, key=lambda x: (self.runner.num_demotable(x), -x.id))
+        if not self.runner.num_demotable(request):
+            return False
+        try:
+            self.runner.demote(request)
+            self.num_demotions += 1
+        except AssertionError:
+            raise
+        except Exception as error:  # its entries may be lost
+            self.fail(request, error)
+        return True
 
     def _preempt(self) -> None:
         """Free the pages of the youngest request that can be recomputed. If none can, end the

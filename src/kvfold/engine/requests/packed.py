@@ -18,7 +18,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from kvfold.config import CacheConfig
-from kvfold.layout.pages import CacheLayout, Ints
+from kvfold.layout.pages import UNIT, CacheLayout, Ints
 from kvfold.models.weights import digests
 from kvfold.utils.errors import SettingError
 from kvfold.utils.files import new_file, writing
@@ -187,4 +187,6 @@ def _reported(report: Mapping[str, Any]) -> bool:
 def layout_key(layout: CacheLayout, rotate: bool) -> str:
     """A digest of everything that determines how entries are stored in pages."""
     said = repr((layout.spec, layout.page, layout.groups, rotate))
+    if any(x.layout.least_bytes > UNIT for x in layout.groups):
+        said += repr([x.layout.least_bytes for x in layout.groups])
     return hashlib.sha256(said.encode()).hexdigest()[:32]

@@ -388,6 +388,15 @@ class Runner(Protocol):
         """Evict entries of requests down to their budgets, and free the pages."""
         ...
 
+    def num_demotable(self, request: Request) -> int:
+        """How many pages `demote` can free of a request, in each group; 0 unless pages may be
+        demoted to fewer bits."""
+        ...
+
+    def demote(self, request: Request) -> None:
+        """Demote some of a request's oldest pages to fewer bits, and free the bytes."""
+        ...
+
     def needs_rescoring(self, request: Request) -> bool:
         """Whether a request must be re-scored before it can be compressed."""
         ...

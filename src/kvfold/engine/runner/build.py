@@ -19,7 +19,7 @@ from kvfold.engine.runner.runner import ModelRunner
 from kvfold.hub.checkpoint import spec_of
 from kvfold.layout import CacheSpec
 from kvfold.layout.formats import format_of
-from kvfold.layout.pages import CacheLayout, cache_layout, plain_spec
+from kvfold.layout.pages import CacheLayout, cache_layout, plain_spec, with_coarse_bits
 from kvfold.maps.engine_model import check_servable, install, served_spec
 from kvfold.maps.family import attention_family
 from kvfold.maps.plain import measured_means, plain_sidecar, with_plain_maps
@@ -38,6 +38,7 @@ from kvfold.ops.backend import use_triton
 from kvfold.ops.decode import one_pass_page
 from kvfold.utils.errors import SettingError, renamed
 
+DEMOTED_BITS = 4  # of tokens that are demoted from 8 bits
 SHARE = 0.5  # of free memory for the pool, if `kv_bytes` is not set
 
 
@@ -299,12 +300,12 @@ def _paged(
     """A layout with `page` entries per page (None: fastest on this type of device). tracked:
     whether each layer's entries carry positions and metrics."""
 
-    def paged(page: int) -> CacheLayout:
+    def paged(page: int, bits: int | None = cache.bits) -> CacheLayout:
         return cache_layout(
             spec,
             page=page,
             itemsize=itemsize,
-            bits=cache.bits,
+            bits=bits,
             sub_group=cache.sub_group,
             zeros=cache.zeros,
             tracked=tracked,
@@ -314,7 +315,31 @@ def _paged(
 
     if page is None and device == "cuda" and cache.residual is None:
         page = one_pass_page(paged, spec.geometry.queries_per_kv)
-    return paged(page or PAGE)
+    page = page or PAGE
+    if cache.when_full != "demote":
+        return paged(page)
+    _check_demotion(spec, tracked)
+    return with_coarse_bits(paged(page), paged(page * 8 // DEMOTED_BITS, DEMOTED_BITS))
+
+
+def _check_demotion(spec: CacheSpec, tracked: Sequence[bool]) -> None:
+    """Raises SettingError for a model whose tokens cannot be demoted to fewer bits. tracked:
+    whether each layer's entries carry positions, because some of them are dropped or moved."""
+    way_out = "leave `when_full` out"
+    if spec.hybrid is not None:
+        reason = "this model's cache entries have two widths (`hybrid`)"
+    elif any(tracked):
+        reason = "this model's sliding window drops old tokens one by one"
+    elif spec.geometry.softcap is not None:
+        reason = "this model caps its attention scores"
+    elif any(layer.keys == "pre_rope" for layer in spec.layers):
+        reason = (
+            "this model's keys are stored before RoPE, and a demoted token would lose its place"
+        )
+        way_out = "compress it with a recipe such as 'fast' instead, or " + way_out
+    else:
+        return
+    raise SettingError(f"`when_full='demote'`: {reason}: {way_out}")
 
 
 def _rotates(compressed: CacheSpec | None, cache: CacheConfig) -> bool:

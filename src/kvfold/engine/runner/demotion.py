@@ -34,8 +34,8 @@ class Demoter:
     def _max_full_rank(self, slots: list[int]) -> Ints:
         """Number of full-rank entries [B, G] that sequences may keep."""
         pool = self.eviction.pool
-        assert pool.low_rank is not None
-        full_rank, low_rank = pool.host_lengths[slots], pool.low_rank.host_lengths[slots]
+        assert pool.coarse is not None
+        full_rank, low_rank = pool.host_lengths[slots], pool.coarse.host_lengths[slots]
         return np.minimum(pool.layout.num_full_rank(full_rank + low_rank), full_rank)
 
     def is_over(self, request: Request) -> bool:
@@ -86,13 +86,13 @@ class Demoter:
         some layers (None: all). Returns False, with nothing changed, if there are too few free
         pages."""
         pool, index = self.eviction.pool, upload(np.array(slots), self.eviction.pool.device)
-        assert pool.low_rank is not None
+        assert pool.coarse is not None
         if layers is not None:
             selected = np.array([group.layer in layers for group in pool.layout.groups])
             demoted, count = demoted & upload(selected, pool.device)[:, None], count * selected
-        before = pool.low_rank.host_lengths[slots]
+        before = pool.coarse.host_lengths[slots]
         try:
-            pool.low_rank.extend(slots, count)
+            pool.coarse.extend(slots, count)
         except PoolFull:
             return False
         try:
@@ -101,7 +101,7 @@ class Demoter:
                     self._copy(layer, index, demoted, before)
             self.eviction.close_holes(index, demoted)
         except Exception:
-            pool.low_rank.truncate(slots, before)
+            pool.coarse.truncate(slots, before)
             raise
         pool.truncate(slots, pool.host_lengths[slots] - count)
         return True
@@ -123,10 +123,10 @@ class Demoter:
         """Append the leading numbers of the entries `demoted` [B, G, T] to the low-rank entries of
         slots [B], after the first `before` [B, G] ones, NUMBERS numbers at a time."""
         pool, dtype = self.eviction.pool, self.eviction.attention.view.dtype
-        assert pool.low_rank is not None
+        assert pool.coarse is not None
         where, page = pool.layout.layer_groups[layer], pool.layout.page
-        full_rank, low_rank = pool.pages(where), pool.low_rank.pages(where)
-        specs = [x.spec.layers[layer] for x in (pool.layout, pool.low_rank.layout)]
+        full_rank, low_rank = pool.pages(where), pool.coarse.pages(where)
+        specs = [x.spec.layers[layer] for x in (pool.layout, pool.coarse.layout)]
         columns, lengths = upload(low_rank_columns(*specs), pool.device), full_rank.lengths[slots]
         demoted_BT = demoted[:, where.start]
         target = upload(before[:, where.start], pool.device)[:, None] + demoted_BT.cumsum(1) - 1

@@ -24,6 +24,7 @@ from kvfold.engine.runner.demotion import Demoter
 from kvfold.engine.runner.eviction import Eviction
 from kvfold.engine.runner.graphs import DecodeGraphs
 from kvfold.engine.runner.metadata import build_attention_metadata, decodes
+from kvfold.engine.runner.page_demotion import PageDemoter
 from kvfold.engine.runner.prompt_logprobs import score_prompts
 from kvfold.engine.runner.repair import Repair
 from kvfold.engine.runner.rescoring import Rescorer
@@ -61,7 +62,8 @@ class ModelRunner:
         family: type[Family] | None = None,
         layers: Sequence[LayerAttention] | None = None,
     ) -> None:
-        observed = policy is not None or pool.low_rank is not None
+        hybrid = pool.layout.spec.hybrid is not None
+        observed = policy is not None or hybrid
         assert not observed or pool.layout.tracked, "the entries need positions and metrics"
         self.model, self.pool, self.policy, self.device = model.eval(), pool, policy, pool.device
         self.model.config._attn_implementation = PAGED
@@ -81,7 +83,9 @@ class ModelRunner:
         self.repair = Repair(self.attention.view, modules) if repairs else None
         how = policy, cache or CacheParams(), self.sliding, seed, self.repair
         self.eviction = Eviction(self.attention, *how)
-        self.demoter = None if pool.low_rank is None else Demoter(self.eviction)
+        self.demoter = Demoter(self.eviction) if hybrid else None
+        fewer_bits = pool.coarse is not None and not hybrid
+        self.page_demoter = PageDemoter(self.attention.view) if fewer_bits else None
         self.rescorer = None
         if policy is not None and as_rescoring(policy):
             rope = pool.layout.spec.geometry.rope
@@ -140,8 +144,9 @@ class ModelRunner:
     @property
     def can_rewind(self) -> bool:
         """Whether `Pool.truncate` to earlier lengths restores an earlier state of a sequence. Not
-        if entries were packed (residual), left a sliding window, or became low-rank meanwhile."""
-        return not (self.sliding or self.pool.layout.residual or self.demoter)
+        if entries were packed (residual), left a sliding window, or were demoted meanwhile."""
+        demotes = self.demoter or self.page_demoter
+        return not (self.sliding or self.pool.layout.residual or demotes)
 
     # -- forward ------------------------------------------------------------------------------
 
@@ -165,8 +170,8 @@ class ModelRunner:
     def run(self, batch: Batch, tokens: Tensor | None = None) -> Tensor:
         """Run a batch and write its cache entries. Returns logits [chunks with logits, V] of the
         model's dtype, which the next call may overwrite. tokens: see `Runner.run`."""
-        if self.graphs is not None and self.graphs.fits(batch):
-            graphs = self.graphs
+        graphs = self.graphs
+        if graphs is not None and graphs.fits(batch) and not self._reads_demoted(batch):
             with self._observed(batch):
                 return graphs.run(batch, self._decode, tokens)
         hidden = self._hidden(batch, tokens)
@@ -177,6 +182,11 @@ class ModelRunner:
             if chunk.wants_logits:
                 ends.append(end - 1)
         return self._logits(hidden[self._tensor(ends)])
+
+    def _reads_demoted(self, batch: Batch) -> bool:
+        """Whether some sequence of a batch has pages in fewer bits, which no graph reads."""
+        slots = [chunk.request.open_slot for chunk in batch.chunks]
+        return self.page_demoter is not None and self.attention.view.reads_coarse(slots)
 
     @torch.inference_mode()
     def run_all(self, batch: Batch) -> Tensor:
@@ -275,6 +285,16 @@ class ModelRunner:
     def demotes(self) -> bool:
         """See `Runner`."""
         return self.demoter is not None
+
+    def num_demotable(self, request: Request) -> int:
+        """See `Runner`."""
+        return 0 if self.page_demoter is None else self.page_demoter.num_pages(request)
+
+    @torch.inference_mode()
+    def demote(self, request: Request) -> None:
+        """See `Runner`."""
+        assert self.page_demoter is not None
+        self.page_demoter.demote(request)
 
     @torch.inference_mode()
     def compress(self, requests: list[Request]) -> None:

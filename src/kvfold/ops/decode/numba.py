@@ -45,14 +45,15 @@ class Watch:
 def decode(
     q: Tensor, pages: LayerPages, slots: Tensor, scale: float, plan: Parts, watch: Watch | None,
     sinks: Tensor | None = None, limits: Limits | None = None,
-) -> Tensor:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute softmax(q k^T * scale) v over the entries of every group, and update the metrics that
     `watch` asks for.
 
     q [B, Hq, widest key rank], zero beyond a head's rank; slots int64 [B]; sinks fp32 [Hq]: score
     of an attention sink per query head (a score without a value), or None; limits: softcap and
     window, or None. Returns fp32 [B, Hq, dv], zero beyond a head's rank and for a group without
-    entries.
+    entries, and the log2 of the sum of 2^score (scores in log2), the sink's included, fp32 [B, Hq],
+    -inf for a group without entries.
     """
     queries = (q.float() * (scale * LOG2_E)).contiguous().numpy()
     chunk = max(1, CHUNK // plan.page) * plan.page
@@ -76,17 +77,18 @@ def decode(
         len(tasks),
     )
     out = np.zeros((*q.shape[:2], plan.values), dtype=np.float32)
+    lse = np.full(q.shape[:2], -np.inf, dtype=np.float32)
     if sinks is None:
         sink_scores = np.full(q.shape[1], -np.inf, dtype=np.float32)
     else:
         sink_scores = (sinks * LOG2_E).numpy()
-    merge(tasks, plan.groups, plan.heads, sums, outputs, sink_scores, out)
+    merge(tasks, plan.groups, plan.heads, sums, outputs, sink_scores, out, lse)
     if watch is not None:
         last = watch.last.numpy()
         observe(
             tasks, *tables, plan.groups, plan.page, weights, sums, last, watch.power, ints, singles
         )
-    return torch.from_numpy(out)
+    return torch.from_numpy(out), torch.from_numpy(lse)
 
 
 def _attend(*arguments: Any) -> None:
@@ -281,11 +283,11 @@ def attend(
 
 @kernel(
     "void(int64[:,::1], int64[:,::1], int64[:,::1], float32[:,:,::1], float32[:,:,::1],"
-    "float32[::1], float32[:,:,::1])",
+    "float32[::1], float32[:,:,::1], float32[:,::1])",
     fast=True,
 )
-def merge(tasks, groups, heads, sums, outputs, sinks, out):
-    """Merge the tasks of every group: out [B, Hq, dv].
+def merge(tasks, groups, heads, sums, outputs, sinks, out, lse):
+    """Merge the tasks of every group: out [B, Hq, dv], lse [B, Hq].
 
     The maximum scores in `sums` are replaced by the factor of each task's weights in the softmax.
     sinks [Hq]: -inf if there are none.
@@ -303,6 +305,7 @@ def merge(tasks, groups, heads, sums, outputs, sinks, out):
             for t in range(k, end):
                 sums[t, h, 0] = power_of_2(sums[t, h, 0] - most)
                 total += sums[t, h, 0] * sums[t, h, 1]
+            lse[b, heads[g, h]] = most + np.log2(total)
             head_out = out[b, heads[g, h]]
             for t in range(k, end):
                 factor = sums[t, h, 0] / total
