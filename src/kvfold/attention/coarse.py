@@ -81,7 +81,7 @@ class CoarseDecode(AttentionBackend):
         """q [B, Hq, 1, r] -> [B, 1, W]."""
         assert part.decode and part.coarse is not None, "no sequence has demoted entries"
         coarse = self.coarse(layer, part.coarse, q)
-        out, lse = layer.with_sinks(*merged(self.fine(layer, part, q), coarse))
+        out, _ = layer.with_sinks(*merged(self.fine(layer, part, q), coarse))
         return layer.merge_heads(out.to(q.dtype), into=into)
 
 
