@@ -376,8 +376,8 @@ class CacheConfig:
             return
         needs = "`when_full='demote'` takes tokens from 8 to 4 bits"
         if self.bits != 8:
-            got = "no `bits` are set" if self.bits is None else f"got `bits={self.bits}`"
-            raise SettingError(f"{needs}, and {got}: set `bits=8`, or leave `when_full` out")
+            got = "none are given" if self.bits is None else f"got {self.bits}"
+            raise SettingError(f"{needs}; {got}: set `bits=8`, or leave `when_full` out")
         if self.evict is not None:
             raise SettingError(
                 f"{needs} where memory is short, and `evict={str(self.evict)!r}` drops tokens"

@@ -298,8 +298,8 @@ def test_prompts_are_not_demoted_before_they_are_computed(model) -> None:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({}, "no bits are set: set bits=8"),
-        ({"bits": 4}, "got bits=4: set bits=8"),
+        ({}, "none are given: set bits=8"),
+        ({"bits": 4}, "got 4: set bits=8"),
         ({"bits": 8, "evict": "snapkv"}, "evict='snapkv' drops tokens"),
         ({"bits": 8, "residual": 32}, "residual=32: leave both out"),
         ({"bits": 8, "when_full": "swap"}, "must be one of pre-empt, demote"),

@@ -747,6 +747,10 @@ CACHE = {
     "kvfold eval reference:gqa --evict best --keep-tokens 0.5": (
         f"--evict must be one of {names([*POLICIES, AUTO])}; got 'best'"
     ),
+    "kvfold generate reference:gqa --prompt hi --set when-full=demote": (
+        "--set when-full demote takes tokens from 8 to 4 bits; none are given: set --bits 8, "
+        "or leave --set when-full out"
+    ),
     "kvfold eval reference:gqa --evict snapkv": (
         "--evict snapkv needs to know how many tokens to keep: give --keep-tokens, such as "
         "0.5, or --set max-cache-tokens"

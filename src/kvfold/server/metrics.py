@@ -157,6 +157,7 @@ class _EngineState(Collector):
             ("vllm:prefix_cache_queries", "Tokens of admitted choices.", prefixes.num_queries),
             ("vllm:prefix_cache_hits", "Tokens read from the prefix cache.", prefixes.num_hits),
             ("vllm:num_preemptions", "Pre-empted choices.", scheduler.num_preemptions),
+            ("kvfold:demotions", "Times pages went to fewer bits.", scheduler.num_demotions),
             ("kvfold:compressions", "Times a choice was cut to its budget.", compressions.num_done),
             (
                 "kvfold:evicted_tokens",
