@@ -132,6 +132,21 @@ def check_types(function: Callable[..., Any], arguments: Mapping[str, Any]) -> N
             Setting().check(name, arguments[name], kind)
 
 
+def parse_share(name: str, value: float | str | None) -> float:
+    """A share in [0, 1] from a number, or from text such as "0.1%" or ".001"; None and "" are 0.
+    Raises SettingError that names the setting."""
+    text = str(value or 0).strip()
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    if isinstance(value, bool) or not 0 <= share <= 1:
+        raise SettingError(
+            f"`{name}` must be a share such as 0.1% or .001, at most 1; got {value!r}"
+        )
+    return share
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """How a cache is compressed: its directions, and how many of them each latent keeps.

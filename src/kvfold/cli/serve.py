@@ -12,7 +12,7 @@ from cyclopts import Parameter
 
 from kvfold.cli import common, serve_vllm
 from kvfold.cli.options import PLACE, STORAGE, Flag, MapsName, ModelOrMaps, Place, Storage, flags_of
-from kvfold.config import check, setting
+from kvfold.config import check, parse_share, setting
 from kvfold.server import check_installed
 from kvfold.server.limits import Limits
 from kvfold.utils.errors import SettingError
@@ -74,15 +74,21 @@ class EngineSize:
     no_prefix_caching: Flag = setting(
         False, "Do not reuse the cache of earlier requests that share a prefix."
     )
+    shadow: str | None = setting(
+        None,
+        "Share of the requests, such as 0.1%, that the original model scores again in idle time;"
+        " /metrics then has what compression loses.",
+    )
 
     @property
     def settings(self) -> dict[str, Any]:
         """Keyword arguments of `LLM`."""
-        settings = dataclasses.asdict(self)
+        settings = dataclasses.asdict(self) | {"shadow": parse_share("shadow", self.shadow)}
         return settings | {"prefix_caching": False if settings.pop("no_prefix_caching") else None}
 
     def __post_init__(self) -> None:
         check(self)
+        parse_share("shadow", self.shadow)
 
 
 @Parameter(name="*", group="Limits")
@@ -153,6 +159,10 @@ def serve(
             raise SettingError(
                 "`no_request_log` is a setting of kvfold's own server: leave out either it or"
                 " `engine=vllm`"
+            )
+        if size.shadow is not None:
+            raise SettingError(
+                "`shadow` is a setting of kvfold's own server: leave out either it or `engine=vllm`"
             )
         serve_vllm.serve(vllm_words(model, maps, address, size, limits, storage, place), key)
     check_installed()

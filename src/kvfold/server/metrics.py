@@ -3,13 +3,20 @@
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from kvfold.engine.api.llm import LLM
 from kvfold.engine.core.engine import Hooks
+from kvfold.engine.core.shadow import LOSSES, ShadowTotals
 from kvfold.engine.requests.packed import PackedContext
 from kvfold.engine.requests.request import FinishReason, Request, ScheduledChunk
 
@@ -197,7 +204,55 @@ class _EngineState(Collector):
         yield token_bytes
         if self.contexts:
             yield self._context_bytes()
+        if (shadow := self.llm.engine.shadow) is not None:
+            yield from self._shadow(shadow.totals)
         yield self._config()
+
+    def _shadow(self, totals: ShadowTotals) -> Iterator[Metric]:
+        """What the original model says about a sample of the requests."""
+        for name, text, label, values in (
+            (
+                "kvfold:shadow_requests",
+                "Choices drawn for shadow scoring, by what became of them.",
+                "outcome",
+                {
+                    "scored": totals.num_scored,
+                    "dropped": totals.num_dropped,
+                    "skipped": totals.num_skipped,
+                    "failed": totals.num_failed,
+                },
+            ),
+            (
+                "kvfold:shadow_loss_nats",
+                "Sums of token losses above 0, and of those below 0 without their sign.",
+                "sign",
+                {"positive": totals.positive, "negative": totals.negative},
+            ),
+        ):
+            labelled = CounterMetricFamily(name, text, labels=["model_name", label])
+            for value, count in values.items():
+                labelled.add_metric([self.model, value], count)
+            yield labelled
+        for name, text, count in (
+            ("kvfold:shadow_tokens", "Scored tokens of answers.", totals.num_tokens),
+            (
+                "kvfold:shadow_differing_tokens",
+                "Scored tokens where the likeliest token of the two models differs.",
+                totals.num_differing,
+            ),
+        ):
+            counter = CounterMetricFamily(name, text, labels=["model_name"])
+            counter.add_metric([self.model], count)
+            yield counter
+        histogram = HistogramMetricFamily(
+            "kvfold:shadow_token_loss_nats",
+            "Log-probability of a scored token as served, minus that under the original model.",
+            labels=["model_name"],
+        )
+        bounds = [*map(str, LOSSES), "+Inf"]
+        counts = accumulate(totals.histogram)
+        histogram.add_metric([self.model], list(zip(bounds, counts, strict=True)), None)
+        yield histogram
 
     def _context_bytes(self) -> Metric:
         prefixes = self.llm.engine.scheduler.prefix_cache

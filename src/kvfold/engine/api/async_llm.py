@@ -100,7 +100,7 @@ class EngineThread:
                 if self._open:
                     self.engine.step_or_wait(())
                     self._tell()
-                else:
+                elif not self.engine.run_idle():
                     self._work.wait()
                     self._work.clear()
         except BaseException as error:  # our bug, or a lost device: no state can be trusted

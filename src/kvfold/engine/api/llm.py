@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvfold.cache.eviction.policy import Policy
-from kvfold.config import CacheConfig, Setting, check_types, settings_of
+from kvfold.config import CacheConfig, Setting, check_types, parse_share, settings_of
 from kvfold.engine.api.detokenizer import Decode, StopStrings, decoder_of
 from kvfold.engine.api.grammar import GrammarGuide, Grammars
 from kvfold.engine.api.pack import Packer, Report, check_pages
@@ -15,6 +15,7 @@ from kvfold.engine.api.stream import OutputDecoder, Stream
 from kvfold.engine.core.compression import Schedule
 from kvfold.engine.core.engine import Engine, default_chunk, default_step_seconds, token_ids
 from kvfold.engine.core.prefix_cache import PrefixCache, unsupported_reason
+from kvfold.engine.core.shadow import Shadow
 from kvfold.engine.requests.packed import PackedContext, layout_key
 from kvfold.engine.requests.prompts import Prompt, as_list, check_params, spread
 from kvfold.engine.requests.request import (
@@ -29,10 +30,12 @@ from kvfold.engine.runner.build import build_runner
 from kvfold.engine.runner.cache_summary import cache_summary
 from kvfold.engine.runner.edits import logit_edits
 from kvfold.engine.runner.trial import check_start, compile_kernels
+from kvfold.hub.checkpoint import spec_of
 from kvfold.hub.loading import check_loaded, load, load_config, load_tokenizer
 from kvfold.maps.layers import learns_prompt, unwrapped
 from kvfold.maps.named import base_and_maps
 from kvfold.maps.sidecar import Sidecar
+from kvfold.models.copies import shared_copy
 from kvfold.models.rotary import position_limit
 from kvfold.models.weights import Unchanged, fingerprint
 from kvfold.utils.chat import render_chat
@@ -99,6 +102,9 @@ class LLM:
     prefix_caching: requests that share a prefix compute it once (default: if that changes no
         tokens; True: raise an error if it would).
     maps: sidecar maps for a model of any type, or their folder or hub id (see `kvfold.attach`).
+    shadow: share of the requests, such as 0.001 or "0.1%", that are scored again by the original
+        model in idle time, to measure what compression loses; `engine.shadow.totals` has the sums.
+        Not for folded models.
     settings: fields of `CacheConfig`: kv_bytes, bits, evict, keep_tokens, page and so on. With
         `evict`, a policy's name or a `kvfold.Policy`, every request needs a budget, from these
         settings or its own; keep_tokens=1 evicts nothing.
@@ -121,9 +127,11 @@ class LLM:
         owned: bool = False,
         prefix_caching: bool | None = None,
         maps: Sidecar | Path | str | None = None,
+        shadow: float | str = 0.0,
         **settings: Any,
     ) -> None:
         check_types(LLM.__init__, locals())
+        share = parse_share("shadow", shadow)
         for name, value in (("max_sequences", max_sequences), ("chunk", chunk)):
             Setting(least=1).check(name, value, int | None)
         check_tokenizer(tokenizer)
@@ -143,6 +151,7 @@ class LLM:
             check_loaded(model, device, dtype)
         self.tokenizer = tokenizer
         self._fingerprint = fingerprint(model)
+        original = _original(model) if share else None
         max_tokens = _max_tokens(model.config, max_tokens)
         self.runner = build_runner(
             model,
@@ -171,6 +180,7 @@ class LLM:
             step_seconds=default_step_seconds(device_type),
             schedule=schedule,
             prefix_cache=self._prefix_cache(prefix_caching),
+            shadow=Shadow(original, self.runner.family, share, seed) if share else None,
         )
 
     def _prefix_cache(self, wanted: bool | None) -> PrefixCache | None:
@@ -547,6 +557,18 @@ def _max_tokens(config: Any, wanted: int | None) -> int:
         legal = "at least 1" if limit is None else f"in 1..{limit}, the model's positions"
         raise ValueError(f"max_tokens must be {legal}; got {wanted}")
     return wanted
+
+
+def _original(model: Any) -> Any:
+    """A copy of a model, which shares its weights, for shadow scoring. Raises SettingError for a
+    folded model."""
+    if spec_of(model) is not None:
+        raise SettingError(
+            "`shadow` compares answers with the model's original attention, which a folded"
+            " checkpoint no longer has: serve maps (kvfold compress without `fold`), or leave"
+            " `shadow` out"
+        )
+    return shared_copy(model)
 
 
 def _eos_ids(model: Any) -> list[int]:

@@ -15,6 +15,7 @@ from kvfold.engine.core.launched import LaunchedStep, RequestTokens
 from kvfold.engine.core.lock import EngineLock
 from kvfold.engine.core.prefix_cache import NoPrefixCache
 from kvfold.engine.core.scheduler import Scheduler
+from kvfold.engine.core.shadow import Shadow
 from kvfold.engine.requests.packed import PackedContext
 from kvfold.engine.requests.request import (
     Batch,
@@ -72,6 +73,7 @@ class Engine:
         prefix_cache: see `Scheduler`.
     async_scheduling: launch the next decode step before the tokens of the current one have been
         read, if the runner supports it and the tokens cannot change the next batch.
+    shadow: scores a sample of the requests again (None: none).
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Engine:
         schedule: Schedule | None = None,
         prefix_cache: NoPrefixCache | None = None,
         async_scheduling: bool = True,
+        shadow: Shadow | None = None,
     ) -> None:
         self.scheduler = Scheduler(
             runner,
@@ -101,7 +104,7 @@ class Engine:
         )
         self.runner, self.hooks = runner, hooks or Hooks()
         self.eos_ids, self.lock = frozenset(eos_ids), EngineLock()
-        self.async_scheduling = async_scheduling
+        self.async_scheduling, self.shadow = async_scheduling, shadow
         self._launched: LaunchedStep | None = None  # the next step, if it was launched already
         self._requests: dict[int, Request] = {}  # accepted, and not delivered to the end
         self._undelivered: list[StepOutput] = []  # outputs that `step` will return
@@ -168,6 +171,8 @@ class Engine:
     def submit(self, request: Request, deliver: Deliver | None = None) -> None:
         """Queue a request made by `request`. deliver: see `add`."""
         request.deliver = deliver
+        if self.shadow is not None and self.shadow.draws(request):
+            request.served = []
         self._requests[request.id] = request
         self.lock.call_soon(lambda: self._queue(request))
 
@@ -211,6 +216,16 @@ class Engine:
         if not is_held:
             self.lock.wait_for(box)
 
+    def run_idle(self) -> bool:
+        """Compute one chunk of the shadow scoring, for a caller that has nothing else to do. Returns
+        whether more is left. Does nothing while another thread runs steps."""
+        if self.shadow is None:
+            return False
+        with self.lock.hold(wait=False) as is_held:
+            if is_held:
+                self.shadow.advance()
+        return is_held and self.shadow.has_work
+
     def _step(self) -> None:
         """Schedule, run, postprocess."""
         start = perf_counter()
@@ -223,6 +238,11 @@ class Engine:
             self.scheduler.pace.record(sum(x.num_prefill for x in steps), perf_counter() - start)
             self._postprocess(sampled)
         self._deliver([request for request, _ in sampled])
+        if self.shadow is not None:
+            scheduler = self.scheduler
+            running, waiting = len(scheduler.running), len(scheduler.waiting)
+            most = scheduler.pace.max_tokens
+            self.shadow.after_step(running=running, waiting=waiting, most=most)
 
     def _take_launched(self) -> list[LaunchedStep]:
         """The step that was launched asynchronously, if one of its requests still runs."""
@@ -292,9 +312,7 @@ class Engine:
                 why += ", or the request's settings allow no next token"
             self.scheduler.finish(request, "error", why, sampled.refusal)
             return
-        request.token_ids.append(sampled.token)
-        if sampled.logprobs:
-            request.logprobs.append(sampled.logprobs)
+        request.append(sampled.token, sampled.logprobs)
         if reason := self._finish_reason(request, sampled.token):
             self.scheduler.finish(request, reason)
 
@@ -316,6 +334,8 @@ class Engine:
             self._send_output(request)
             self._requests.pop(request.id, None)
             ended.pop(0)
+            if self.shadow is not None:
+                self.shadow.offer(request)
             self._call_safely(self.hooks.on_request_finish, request)
 
     def _send_output(self, request: Request) -> None:

@@ -40,7 +40,8 @@ class LaunchedStep:
         if not chunks:
             return cls(batch=batch, sampled=None)
         requests = [chunk.request for chunk in chunks]
-        params, seeds = [x.sampling for x in requests], [x.seed for x in requests]
+        params = [x.measured_sampling for x in requests]
+        seeds = [x.seed for x in requests]
         edits = logit_edits(requests, eos_ids)
         sampled = sample(logits, params, seeds, [chunk.end for chunk in chunks], edits)
         return cls(batch=batch, sampled=sampled, refused={} if edits is None else edits.refused)
@@ -66,7 +67,7 @@ class LaunchedStep:
         if self.sampled is None:
             return []
         requests = [chunk.request for chunk in self.batch.with_logits]
-        tokens = self.sampled.on_host([x.sampling for x in requests])
+        tokens = self.sampled.on_host([x.measured_sampling for x in requests])
         for row, why in self.refused.items():
             tokens[row] = SampledToken(token=None, logprobs=None, refusal=why)
         return list(zip(requests, tokens, strict=True))

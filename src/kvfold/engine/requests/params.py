@@ -159,12 +159,12 @@ class SamplingParams:
         )
 
     def changed(self, **numbers: int | None) -> "SamplingParams":
-        """A copy with another `seed` or `max_new_tokens`. Other settings may be large, and a
-        request may have many choices: they are shared, and not checked again."""
+        """A copy with another `seed`, `max_new_tokens` or `logprobs`. Other settings may be large,
+        and a request may have many choices: they are shared, and not checked again."""
         known = settings_of(SamplingParams)
         changed = copy(self)
         for name, value in numbers.items():
-            assert name in ("seed", "max_new_tokens"), name
+            assert name in ("seed", "max_new_tokens", "logprobs"), name
             kind, setting = known[name]
             setting.check(name, value, kind)
             object.__setattr__(changed, name, value)

@@ -2,7 +2,7 @@
 runner."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from secrets import randbits
@@ -112,6 +112,8 @@ class Request:
     guide: matcher of its grammar.
     context: packed context that holds the entries of its first tokens.
     block_hasher: hashes of its blocks, for the prefix cache.
+    served: log-probabilities of all outputs, each with the likeliest token (None: they are not
+        needed, as the request is not in the sample of `Shadow`).
     """
 
     id: int
@@ -142,6 +144,7 @@ class Request:
     num_delivered: int = 0  # outputs that were delivered
     deliver: Deliver | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    served: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     _counts: dict[int, int] = field(default_factory=dict)
     _num_counted: int = 0
@@ -159,6 +162,24 @@ class Request:
     @property
     def num_outputs(self) -> int:
         return len(self.token_ids) - self.num_prompt
+
+    @cached_property
+    def measured_sampling(self) -> SamplingParams:
+        """Its sampling, with at least one likeliest token per output if it is in a sample."""
+        if self.served is None or self.sampling.logprobs:
+            return self.sampling
+        return self.sampling.changed(logprobs=1)
+
+    def append(self, token: int, logprobs: TokenLogprobs | None) -> None:
+        """Append an output. logprobs: with as many likeliest tokens as `measured_sampling` says."""
+        self.token_ids.append(token)
+        if logprobs is None:
+            return
+        if self.served is not None:
+            self.served.append(logprobs)
+        wanted = self.sampling.logprobs
+        if wanted is not None:
+            self.logprobs.append(replace(logprobs, top=logprobs.top[:wanted]))
 
     @property
     def outputs(self) -> list[int]:

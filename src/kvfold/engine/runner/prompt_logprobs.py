@@ -31,6 +31,16 @@ def _score(chunk: ScheduledChunk, hidden: Tensor, logits_of: Callable[[Tensor], 
     targets = request.token_ids[chunk.start + 1 : min(chunk.end + 1, request.num_prompt)]
     most = request.sampling.prompt_logprobs
     assert most is not None
+    logprobs = token_logprobs(hidden, targets, most, logits_of)
+    del request.prompt_logprobs[chunk.start :]  # in case the chunk is computed again
+    request.prompt_logprobs += logprobs
+
+
+def token_logprobs(
+    hidden: Tensor, targets: Sequence[int], most: int, logits_of: Callable[[Tensor], Tensor]
+) -> list[TokenLogprobs]:
+    """Log-probabilities of the tokens `targets` that follow the first hidden states [n, D], and of
+    the `most` likeliest tokens. Computes few logits at once."""
     logprobs: list[TokenLogprobs] = []
     size = 1  # the first row shows the width of the logits
     while len(logprobs) < len(targets):
@@ -38,8 +48,7 @@ def _score(chunk: ScheduledChunk, hidden: Tensor, logits_of: Callable[[Tensor], 
         logits = logits_of(hidden[: len(targets)][part])
         logprobs += logprobs_of(logits, targets[part], most)
         size = max(1, MOST // logits.shape[-1])
-    del request.prompt_logprobs[chunk.start :]  # in case the chunk is computed again
-    request.prompt_logprobs += logprobs
+    return logprobs
 
 
 def logprobs_of(logits: Tensor, targets: Sequence[int], most: int) -> list[TokenLogprobs]:
