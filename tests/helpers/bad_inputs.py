@@ -82,6 +82,12 @@ COMMANDS = {
         "--set no-request-log is a setting of kvfold's own server: leave out either it or "
         "--engine vllm"
     ),
+    "kvfold serve reference:gqa --engine vllm --set shadow=0.1%": (
+        "--set shadow is a setting of kvfold's own server: leave out either it or --engine vllm"
+    ),
+    "kvfold serve reference:gqa --set shadow=150%": (
+        "--set shadow must be a share such as 0.1% or .001, at most 1; got '150%'"
+    ),
     "kvfold serve reference:gqa --set allow-origins=example.org": (
         "--set allow-origins must be origins, such as https://example.org, without a path, "
         "or *; got "
@@ -1103,6 +1109,15 @@ PYTHON = {
     ),
     'kvfold.PackedContext.load("none.kvf")': (
         "packed context none.kvf: no such file; `kvfold pack` makes one"
+    ),
+    "kvfold serve joint --set shadow=0.1%": (
+        "--set shadow compares answers with the model's original attention, which a folded"
+        " checkpoint no longer has: serve maps (kvfold compress without --fold), or leave"
+        " --set shadow out"
+    ),
+    'kvfold.LLM("joint", shadow="0.1%")': (
+        "shadow compares answers with the model's original attention, which a folded checkpoint no"
+        " longer has: serve maps (kvfold compress without fold), or leave shadow out"
     ),
     'kvfold.LLM("reference:gqa", bit=4)': (
         f"unknown settings: bit; of the cache: {names(settings_of(CacheConfig), few=99)}"

@@ -34,6 +34,15 @@ def test_the_router_and_prometheus_ask_services() -> None:
     assert {x.partition(":")[0] for x in targets} == SERVICES.keys() - {"prometheus"}
 
 
+def test_prometheus_has_the_rules_that_it_names() -> None:
+    settings = yaml.safe_load((ROOT / "deploy" / "prometheus.yml").read_text())
+    mounts = [x.split(":")[:2] for x in SERVICES["prometheus"]["volumes"] if x.startswith("./")]
+    mounted = {Path(target): ROOT / source for source, target in mounts}
+    for name in settings["rule_files"]:
+        rules = mounted[Path("/etc/prometheus") / name]
+        assert yaml.safe_load(rules.read_text())["groups"]
+
+
 def test_the_image_has_what_its_command_needs() -> None:
     text = (ROOT / "Dockerfile").read_text()
     extras = re.search(r'"\.\[(.*)\]"', text)[1].split(",")

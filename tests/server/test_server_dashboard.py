@@ -13,7 +13,7 @@ LONG = {"prompt": "The old house " * 30, "max_tokens": 120, "temperature": 0, "i
 def test_the_page_is_one_file_that_may_ask_nobody_else() -> None:
     text = packaged("live.html")
     assert not re.findall(r"""(?:src|href)=|https?://|@import|url\(""", text)
-    with serving(small_llm()) as served:
+    with serving(small_llm(shadow="100%")) as served:
         answer = served.client.get("/")
         assert answer.status_code == 200 and answer.text == text
         assert answer.headers["content-type"].startswith("text/html")

@@ -170,6 +170,10 @@ def serve(
     packed, contexts = read_contexts(context, storage)
     sidecar = common.load_maps(maps)
     config, tokenizer = common.load_config(model, sidecar), common.load_tokenizer(model)
+    if size.settings["shadow"]:
+        from kvfold.engine.runner.original import check_original
+
+        check_original(config)
     paged = dataclasses.replace(storage, paged=True)
     cache = packed or common.cache_config(config, paged, place, maps=sidecar)
     assert cache is not None

@@ -29,8 +29,8 @@ from kvfold.engine.requests.request import (
 from kvfold.engine.runner.build import build_runner
 from kvfold.engine.runner.cache_summary import cache_summary
 from kvfold.engine.runner.edits import logit_edits
+from kvfold.engine.runner.original import check_original
 from kvfold.engine.runner.trial import check_start, compile_kernels
-from kvfold.hub.checkpoint import spec_of
 from kvfold.hub.loading import check_loaded, load, load_config, load_tokenizer
 from kvfold.maps.layers import learns_prompt, unwrapped
 from kvfold.maps.named import base_and_maps
@@ -141,6 +141,8 @@ class LLM:
         beside = Sidecar.load(maps) if isinstance(maps, str | Path) else maps
         if isinstance(model, str):
             config = load_config(model)
+            if share:
+                check_original(config)
             if beside is not None:
                 beside.check_config(config)
             tokenizer = tokenizer or load_tokenizer(model)
@@ -151,7 +153,9 @@ class LLM:
             check_loaded(model, device, dtype)
         self.tokenizer = tokenizer
         self._fingerprint = fingerprint(model)
-        original = _original(model) if share else None
+        if share:
+            check_original(model.config)
+        original = shared_copy(model) if share else None
         max_tokens = _max_tokens(model.config, max_tokens)
         self.runner = build_runner(
             model,
@@ -557,18 +561,6 @@ def _max_tokens(config: Any, wanted: int | None) -> int:
         legal = "at least 1" if limit is None else f"in 1..{limit}, the model's positions"
         raise ValueError(f"max_tokens must be {legal}; got {wanted}")
     return wanted
-
-
-def _original(model: Any) -> Any:
-    """A copy of a model, which shares its weights, for shadow scoring. Raises SettingError for a
-    folded model."""
-    if spec_of(model) is not None:
-        raise SettingError(
-            "`shadow` compares answers with the model's original attention, which a folded"
-            " checkpoint no longer has: serve maps (kvfold compress without `fold`), or leave"
-            " `shadow` out"
-        )
-    return shared_copy(model)
 
 
 def _eos_ids(model: Any) -> list[int]:

@@ -217,13 +217,13 @@ class Engine:
             self.lock.wait_for(box)
 
     def run_idle(self) -> bool:
-        """Compute one chunk of the shadow scoring, for a caller that has nothing else to do. Returns
+        """Compute one chunk of the shadow scoring, for a caller with nothing else to do. Returns
         whether more is left. Does nothing while another thread runs steps."""
         if self.shadow is None:
             return False
         with self.lock.hold(wait=False) as is_held:
             if is_held:
-                self.shadow.advance()
+                self.shadow.run_if_idle()
         return is_held and self.shadow.has_work
 
     def _step(self) -> None:
@@ -242,7 +242,7 @@ class Engine:
             scheduler = self.scheduler
             running, waiting = len(scheduler.running), len(scheduler.waiting)
             most = scheduler.pace.max_tokens
-            self.shadow.after_step(running=running, waiting=waiting, most=most)
+            self.shadow.run_if_idle(running=running, waiting=waiting, most=most)
 
     def _take_launched(self) -> list[LaunchedStep]:
         """The step that was launched asynchronously, if one of its requests still runs."""

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from math import isfinite
+from math import inf, isfinite
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,8 @@ class ShadowTotals:
     cache and before temperature and other settings, minus that under the original model after the
     same tokens. It is positive where the original model finds the answer less likely. Its mean over
     answers sampled at temperature 1 estimates the KL divergence of the served model from the
-    original.
+    original. In greedy answers gains and losses may cancel out, because quantisation also flattens
+    the distribution: look at `num_differing` then.
 
     num_scored, num_dropped, num_skipped, num_failed: drawn requests that were scored; that came
         while `QUEUE` others waited; that have over `LIMIT` tokens; whose scoring raised an error.
@@ -115,18 +116,18 @@ class Shadow:
         else:
             self._waiting.append(request)
 
-    def after_step(self, *, running: int, waiting: int, most: float) -> None:
-        """Compute a chunk if the engine has room: whenever nothing runs; in every `EVERY`th step if
-        requests run; never while requests wait.
+    def run_if_idle(self, *, running: int = 0, waiting: int = 0, most: float = inf) -> None:
+        """After a step, compute a chunk if the engine has room: whenever nothing runs; in every
+        `EVERY`th step if requests run; never while requests wait.
 
         most: tokens of a chunk while requests run, as for prompts.
         """
         self._steps += 1
         if waiting or (running and self._steps < EVERY):
             return
-        self.advance(int(min(CHUNK, most)) if running else CHUNK)
+        self._advance(int(min(CHUNK, most)) if running else CHUNK)
 
-    def advance(self, count: int = CHUNK) -> None:
+    def _advance(self, count: int) -> None:
         """Compute at most `count` tokens of the current request, if there is one. An error is
         logged and counted."""
         if not self.has_work:

@@ -13,8 +13,20 @@ from transformers import DynamicCache
 
 from kvfold.engine.requests.request import TokenLogprobs
 from kvfold.engine.runner.prompt_logprobs import token_logprobs
+from kvfold.hub.checkpoint import saved_spec
 from kvfold.models.adapter import Family, decoder_of
+from kvfold.utils.errors import SettingError
 from kvfold.utils.versions import cache_argument
+
+
+def check_original(config: Any) -> None:
+    """Raises SettingError for the transformers config of a folded model."""
+    if saved_spec(config) is not None:
+        raise SettingError(
+            "`shadow` compares answers with the model's original attention, which a folded"
+            " checkpoint no longer has: serve maps (kvfold compress without `fold`), or leave"
+            " `shadow` out"
+        )
 
 
 class OriginalPass:
