@@ -166,7 +166,7 @@ def test_running_requests_wait_for_few_chunks(monkeypatch: pytest.MonkeyPatch) -
         advance(self, count)
 
     monkeypatch.setattr(OriginalPass, "advance", counted)
-    monkeypatch.setattr(shadow, "CHUNK", 8)
+    monkeypatch.setattr(shadow, "CHUNK", 2)
     llm = llm_of(max_sequences=2)
     long = SamplingParams(max_new_tokens=80, ignore_eos=True)
     llm.add(PROMPTS[0], ANSWER)  # ends early, and is scored while the other one runs
@@ -175,8 +175,8 @@ def test_running_requests_wait_for_few_chunks(monkeypatch: pytest.MonkeyPatch) -
     while llm.engine.has_work:
         llm.engine.step()
         steps += 1
-    assert 1 < len(counts) <= steps / shadow.EVERY + 2 and max(counts) <= 8
-    assert llm.engine.shadow.totals.num_scored == 1
+    assert 1 < len(counts) <= steps / shadow.EVERY + 2 and max(counts) <= 2
+    assert scored(llm).num_scored == 2
 
 
 def test_long_requests_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
