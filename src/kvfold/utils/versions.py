@@ -21,6 +21,7 @@ TRANSFORMERS_NAMES = {
     "transformers.quantizers.auto": ("register_quantization_config", "register_quantizer"),
 }
 VLLM_NAMES = {
+    "vllm.distributed.kv_transfer.kv_connector.factory": ("KVConnectorFactory",),
     "vllm.model_executor.layers.quantization": ("register_quantization_config",),
     "vllm.model_executor.models": ("ModelRegistry",),
     "vllm.v1.attention.backends.registry": ("register_backend",),

@@ -20,8 +20,8 @@ ARCHITECTURES = {
 
 
 def register() -> None:
-    """Register kvfold's checkpoint format, model classes and attention backend with vLLM. May be
-    called more than once.
+    """Register kvfold's checkpoint format, model classes, attention backend and KV connector with
+    vLLM. May be called more than once.
 
     They are imported only when a server uses them.
 
@@ -31,10 +31,12 @@ def register() -> None:
     from kvfold.utils.versions import check_vllm
 
     check_vllm()
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.model_executor.layers.quantization import register_quantization_config
     from vllm.model_executor.models import ModelRegistry
     from vllm.v1.attention.backends.registry import register_backend
 
+    from kvfold.vllm_plugin.connectors import DISK_CONNECTOR, MODULE
     from kvfold.vllm_plugin.loading import wrap_loaders
     from kvfold.vllm_plugin.quantization import KVFoldQuantization
 
@@ -42,4 +44,6 @@ def register() -> None:
     register_backend("KVFOLD", "kvfold.vllm_plugin.backend.KVFoldBackend")
     for name in ARCHITECTURES.values():
         ModelRegistry.register_model(name, f"kvfold.vllm_plugin.models:{name}")
+    if DISK_CONNECTOR not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(DISK_CONNECTOR, MODULE, DISK_CONNECTOR)
     wrap_loaders()

@@ -15,6 +15,7 @@ from kvfold.layout.pages import CacheLayout, cache_layout
 from kvfold.maps.engine_model import rotated_maps
 from kvfold.maps.layer_maps import Maps
 from kvfold.models.families import family_of
+from kvfold.vllm_plugin.connectors import check_connectors
 from kvfold.vllm_plugin.tensor_parallel import ProcessShare
 
 MAPS = "maps"
@@ -59,6 +60,7 @@ def parse_settings(config: Any) -> tuple[str | None, CacheConfig]:
 
 def check_served(vllm_config: Any) -> None:
     """Raises ValueError for vLLM features that do not work with a compressed cache."""
+    check_connectors(vllm_config)
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     problem = None
     if cache.cache_dtype != "auto":
