@@ -117,6 +117,19 @@ def test_what_is_no_call_stays_content(small: Served, writes) -> None:
     assert cut["finish_reason"] == "length" and bad.startswith(cut["message"]["content"])
 
 
+def test_an_answer_is_a_call_or_text_of_a_schema(small: Served) -> None:
+    asked = {"messages": ASKED, "tools": [F], "response_format": {"type": "json_object"}}
+    schema = {"type": "object", "properties": {"x": {"const": 5}}, "required": ["x"]}
+    asked["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
+    (free,) = small.ask(CHAT, **asked, **LENGTH)["choices"]
+    calls = free["message"].get("tool_calls")
+    assert calls or json.loads(free["message"]["content"]) == {"x": 5}
+    (forced,) = small.ask(CHAT, **asked, **LENGTH, tool_choice=NAMED)["choices"]
+    assert forced["finish_reason"] == "tool_calls" and not forced["message"]["content"]
+    (text,) = small.ask(CHAT, **asked, **LENGTH, tool_choice="none")["choices"]
+    assert json.loads(text["message"]["content"]) == {"x": 5}
+
+
 def test_choices_have_calls_of_their_own(small: Served) -> None:
     asked = {"messages": ASKED, "tools": [F], "tool_choice": NAMED, "max_tokens": 90}
     found = small.ask(CHAT, **asked, n=3, seed=1, temperature=1.5)["choices"]
@@ -183,8 +196,16 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
     ({"tools": [G], "tool_choice": NAMED}, "tool_choice", "no function is called 'f'; tools has g"),
     ({"tools": [F], "tool_choice": "any"}, "tool_choice", '"none", "auto", "required"'),
-    ({"tools": [F], "response_format": {"type": "json_object"}}, "response_format", "and tools"),
-    ({"tools": [F], "structured_outputs": {"regex": "a"}}, "structured_outputs", "and tools"),
+    (
+        {
+            "tools": [F],
+            "response_format": {"type": "json_object"},
+            "structured_outputs": {"regex": "a"},
+        },
+        "response_format",
+        "both say what the text is",
+    ),
+    ({"tools": [F], "structured_outputs": {"regex": "("}}, "structured_outputs", "or tools"),
     ({"tools": [F], "tool_choice": "required", "ignore_eos": True}, "tools", "ignore_eos"),
     ({"messages": called("{a}")}, "messages", "arguments of a call of 'f' are no JSON object"),
     ({"messages": called("[]")}, "messages", "are no JSON object"),

@@ -20,6 +20,7 @@ from kvfold.server.errors import APIError, from_value_error, install
 from kvfold.server.guard import Guard, HeadAsGet, cancel_on_disconnect
 from kvfold.server.limits import Limits
 from kvfold.server.protocol import (
+    CLIENT_NAMES,
     B,
     Body,
     ChatBody,
@@ -29,6 +30,7 @@ from kvfold.server.protocol import (
     decode,
     with_unsupported_fields,
 )
+from kvfold.server.reasoning import Phase, guide_content
 from kvfold.server.request_log import note_response
 from kvfold.server.responses import ChatResponse, CompletionResponse, GenerationResponse
 from kvfold.server.service import ChoiceStream, EchoedPrompt, Service
@@ -147,17 +149,21 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     ) -> Response:
         service.check_model(body.model)
         tools = body.tool_use(service.chat_template)
-        sampling = body.sampling(service.limits, **service.tool_settings(tools))
+        sampling = body.sampling(service.limits, **service.chat_settings(tools))
         messages, variables = body.template_messages, body.template_variables
+        names = CLIENT_NAMES | {"structural_tag": body.grammar_field}
         body.release()
 
-        async def begin() -> ChoiceStream:
+        async def begin() -> tuple[ChoiceStream, Phase]:
             prompt = await service.encode_chat(messages, variables)
-            specs = [(prompt, params, body.cache) for params in sampling]
-            return await service.submit(specs, requested=body.requested_tokens)
+            phase = service.phase_of(prompt, messages, bool(body.continue_final_message))
+            guided = guide_content(sampling, phase)
+            specs = [(prompt, params, body.cache) for params in guided]
+            requested = body.requested_tokens
+            return await service.submit(specs, requested=requested, names=names), phase
 
-        choices = await cancel_on_disconnect(request, begin())
-        return await _respond(request, ChatResponse(service, body, choices, tools))
+        choices, phase = await cancel_on_disconnect(request, begin())
+        return await _respond(request, ChatResponse(service, body, choices, tools, phase))
 
 
 async def _respond(request: Request, response: GenerationResponse) -> Response:

@@ -12,6 +12,7 @@ from kvfold.engine.requests.request import CacheParams, SamplingParams
 from kvfold.server.errors import UNKNOWN, APIError, at_most, invalid
 from kvfold.server.limits import Limits
 from kvfold.server.schemas import MAX_PATTERN, MAX_SCHEMA, check_schema
+from kvfold.server.tools.base import regex_format, schema_format
 from kvfold.server.tools.request import (
     MAX_TOOLS_BYTES,
     Choice,
@@ -205,6 +206,16 @@ class GenerationBody(Body, kw_only=True):
         return None
 
     @property
+    def schema(self) -> Json | bool | None:
+        """The JSON schema that the text must follow, if any. Raises APIError."""
+        return None if self.response_format is None else self.response_format.schema_for_output
+
+    @property
+    def regex(self) -> str | None:
+        """The regular expression that the text must follow, if any."""
+        return None if self.structured_outputs is None else self.structured_outputs.regex
+
+    @property
     def cache(self) -> CacheParams:
         values = {name: getattr(self, name) for name in CACHE_FIELDS}
         return CacheParams(**{name: x for name, x in values.items() if x is not None})
@@ -224,8 +235,8 @@ class GenerationBody(Body, kw_only=True):
             "stop": (self.stop,) if isinstance(self.stop, str) else self.stop,
             "logprobs": self.num_logprobs,
             "prompt_logprobs": self.num_prompt_logprobs,
-            "json_schema": self.response_format and self.response_format.schema_for_output,
-            "regex": self.structured_outputs and self.structured_outputs.regex,
+            "json_schema": self.schema,
+            "regex": self.regex,
             **changes,
         }
         params = {name: value for name, value in values.items() if value is not None}
@@ -238,6 +249,7 @@ class GenerationBody(Body, kw_only=True):
     def release(self) -> None:
         """Drop the fields that hold the body's bytes and texts, once they have been read."""
         self.response_format = self.bad_words = self.logit_bias = self.allowed_token_ids = None
+        self.structured_outputs = None
 
     def _check(self, limits: Limits) -> None:
         if self.best_of not in (None, self.num_choices):
@@ -246,6 +258,12 @@ class GenerationBody(Body, kw_only=True):
                 f"best_of={self.best_of} is not supported by this server: leave it out, or set it "
                 "to n",
                 param="best_of",
+            )
+        if self.schema is not None and self.regex is not None:
+            raise APIError(
+                400,
+                "response_format and structured_outputs both say what the text is: give one",
+                param="response_format",
             )
         at_most("temperature", self.temperature or 0, MAX_TEMPERATURE)
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -386,12 +404,15 @@ class ChatMessage(Struct, gc=False, forbid_unknown_fields=True):
     refusal: EmptyList = None
     annotations: EmptyList = None
     audio: EmptyList = None
-    reasoning: EmptyList = None
-    reasoning_content: EmptyList = None
+    reasoning: str | None = None  # vLLM's name of reasoning_content
+    reasoning_content: str | None = None
 
     @property
     def template_message(self) -> Json:
-        """The message for the chat template; role developer becomes system. Raises APIError."""
+        """The message for the chat template; role developer becomes system. Raises APIError.
+
+        The reasoning of earlier answers has the names that templates read; many leave it out.
+        """
         role = "system" if self.role == "developer" else self.role
         message: Json = {"role": role, "content": self.text}
         if self.name is not None:
@@ -400,6 +421,10 @@ class ChatMessage(Struct, gc=False, forbid_unknown_fields=True):
         if calls:
             self._check_role("tool_calls", "assistant")
             message["tool_calls"] = [x.for_template for x in calls]
+        if reasoning := self.reasoning_content or self.reasoning:
+            name = "reasoning_content" if self.reasoning_content else "reasoning"
+            self._check_role(name, "assistant")
+            message |= {"reasoning_content": reasoning, "reasoning": reasoning}
         if self.tool_call_id is not None:
             self._check_role("tool_call_id", "tool")
             message["tool_call_id"] = self.tool_call_id
@@ -522,17 +547,23 @@ class ChatBody(GenerationBody, ChatFields, kw_only=True):
     def tool_use(self, template: Any) -> ToolUse | None:
         """How the chat uses its tools; None if the model may not call any. template: the
         tokenizer's chat template. Raises APIError."""
-        use = tool_use(self.tool_list, self.tool_choice, self.parallel_tool_calls, template)
-        formatted = self.response_format is not None and self.response_format.type != "text"
-        if use is not None and (formatted or self.structured_outputs):
-            name = "response_format" if formatted else "structured_outputs"
-            raise APIError(
-                400,
-                f"{name} and tools both say what the answer is: leave one of them out, or send "
-                'tool_choice "none"',
-                param=name,
-            )
-        return use
+        text = None
+        if self.schema is not None:
+            text = schema_format(self.schema)
+        elif self.regex is not None:
+            text = regex_format(self.regex)
+        tools, parallel = self.tool_list, self.parallel_tool_calls
+        return tool_use(tools, self.tool_choice, parallel, template, text)
+
+    @property
+    def grammar_field(self) -> str:
+        """The field that an error names if the answer's grammar cannot be followed."""
+        fields = {
+            "response_format": self.schema is not None,
+            "structured_outputs": self.regex is not None,
+            "tools": bool(self.tool_list) and self.tool_choice != "none",
+        }
+        return "` or `".join(name for name, is_set in fields.items() if is_set)
 
     @property
     def template_tools(self) -> list[Json] | None:

@@ -14,6 +14,7 @@ from kvfold.engine.api.llm import completion_of
 from kvfold.engine.requests.request import FinishReason, StepOutput, TokenLogprobs
 from kvfold.server.errors import APIError
 from kvfold.server.protocol import ChatBody, CompletionBody, StreamOptions
+from kvfold.server.reasoning import Phase
 from kvfold.server.service import ChoiceStream, EchoedPrompt, Service
 from kvfold.server.token_texts import Offsets, TokenTexts, utf8
 from kvfold.server.tools.message import MessageReader
@@ -75,7 +76,7 @@ class GenerationResponse:
         outputs: list[list[StepOutput]] = [[] for _ in self.choices.requests]
         async for index, output in self.choices:
             outputs[index].append(output)
-            self.num_outputs[index] += len(output.token_ids)
+            self.count(index, output)
         content = await asyncio.to_thread(self._encode_body, outputs)
         self.status = 200
         return content
@@ -110,7 +111,7 @@ class GenerationResponse:
         for choice in self.opening_choices():
             yield {"choices": [choice]}
         async for index, output in self.choices:
-            self.num_outputs[index] += len(output.token_ids)
+            self.count(index, output)
             content = output.token_ids if self.body.return_token_ids else output.logprobs
             if not (output.text or content or output.finish_reason):
                 continue  # incomplete characters, or text that may be part of a stop string
@@ -123,6 +124,10 @@ class GenerationResponse:
             yield {"choices": [choice], **({"usage": self.usage} if with_usage else {})}
         if options.include_usage:
             yield {"choices": [], "usage": self.usage}
+
+    def count(self, index: int, output: StepOutput) -> None:
+        """Count a choice's new tokens."""
+        self.num_outputs[index] += len(output.token_ids)
 
     def opening_choices(self) -> list[Json]:
         """Choices of the first chunk, before any token."""
@@ -264,12 +269,36 @@ class ChatResponse(GenerationResponse):
     body: ChatBody
 
     def __init__(
-        self, service: Service, body: ChatBody, choices: ChoiceStream, tools: ToolUse | None
+        self,
+        service: Service,
+        body: ChatBody,
+        choices: ChoiceStream,
+        tools: ToolUse | None,
+        phase: Phase,
     ) -> None:
         super().__init__(service, body, choices)
-        # One per choice; none if the answer is text alone.
-        self._readers = [MessageReader(tools) for _ in choices.requests] if tools else []
-        self._hides_eos = tools is not None and tools.form.special
+        self._readers = [MessageReader(tools, phase) for _ in choices.requests]
+        self._hides_eos = service.shows_special_tokens(tools)
+        self._reasoning_end = service.reasoning_end if phase != "after" else None
+        self._num_reasoning = [0] * len(choices.requests)  # tokens up to the end of reasoning
+        self._open = [self._reasoning_end is not None] * len(choices.requests)
+
+    def count(self, index: int, output: StepOutput) -> None:
+        super().count(index, output)
+        for token in output.token_ids if self._open[index] else ():
+            self._num_reasoning[index] += 1
+            if token == self._reasoning_end:
+                self._open[index] = False
+                break
+
+    @property
+    def usage(self) -> Json:
+        """Also the tokens of the reasoning, if one token ends it."""
+        if self._reasoning_end is None:
+            return super().usage
+        counts = zip(self._readers, self._num_reasoning, strict=True)
+        count = sum(number for reader, number in counts if reader.has_reasoned)
+        return super().usage | {"completion_tokens_details": {"reasoning_tokens": count}}
 
     def opening_choices(self) -> list[Json]:
         delta = {"role": "assistant", "content": ""}
@@ -279,19 +308,14 @@ class ChatResponse(GenerationResponse):
         ]
 
     def content(self, index: int, output: StepOutput, *, streamed: bool) -> Json:
-        text = output.text
-        if self._readers:
-            reader, text = self._readers[index], self._without_eos(output)
-            if streamed:
-                return {"delta": reader.delta(text, last=output.finish_reason is not None)}
-            return {"message": reader.message(text)}
+        reader, text = self._readers[index], self._without_eos(output)
         if streamed:
-            return {"delta": {"content": text} if text else {}}
-        return {"message": {"role": "assistant", "content": text}}
+            return {"delta": reader.delta(text, last=output.finish_reason is not None)}
+        return {"message": reader.message(text)}
 
     def finish_reason(self, index: int, reason: FinishReason) -> str:
         """A caller may run the calls of an answer that ends with tool_calls."""
-        if self._readers and reason in ("eos", "stop") and self._readers[index].has_calls:
+        if reason in ("eos", "stop") and self._readers[index].has_calls:
             return "tool_calls"
         return super().finish_reason(index, reason)
 

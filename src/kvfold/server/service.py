@@ -17,8 +17,9 @@ from kvfold.server.errors import APIError, from_value_error
 from kvfold.server.limits import Limits
 from kvfold.server.metrics import Metrics
 from kvfold.server.protocol import CLIENT_NAMES, TokenizeBody
+from kvfold.server.reasoning import CLOSE, TAIL_TOKENS, Phase, added_tokens, can_reason, phase_of
 from kvfold.server.token_texts import TokenTexts
-from kvfold.server.tools.request import ToolUse, check_template
+from kvfold.server.tools.request import ToolUse, check_template, template_text
 from kvfold.utils.errors import SettingError, renamed
 from kvfold.utils.tokens import encode, encode_prompt, most_characters, surely_longer
 
@@ -111,12 +112,37 @@ class Service:
         """The tokenizer's chat template, or several by name; None: it has none."""
         return getattr(self.llm.tokenizer, "chat_template", None)
 
-    def tool_settings(self, tools: ToolUse | None) -> dict[str, Any]:
-        """Settings of `SamplingParams` for an answer that may have tool calls. Raises APIError."""
+    def chat_settings(self, tools: ToolUse | None) -> dict[str, Any]:
+        """Settings of `SamplingParams` for a chat's answer. Raises APIError."""
+        settings = {"skip_special_tokens": False} if self.shows_special_tokens(tools) else {}
         if tools is None:
-            return {}
-        settings = {"structural_tag": tools.structural_tag}
-        return settings | ({"skip_special_tokens": False} if tools.form.special else {})
+            return settings
+        return settings | {
+            "structural_tag": tools.structural_tag,
+            "json_schema": None,
+            "regex": None,
+        }
+
+    def shows_special_tokens(self, tools: ToolUse | None) -> bool:
+        """Whether special tokens mark parts of an answer, so that its text must have them."""
+        special = getattr(self.llm.tokenizer, "all_special_tokens", ())
+        return CLOSE in special or (tools is not None and tools.form.special)
+
+    @property
+    def reasoning_end(self) -> int | None:
+        """The token that ends reasoning; None if it is not one token."""
+        return added_tokens(self.llm.tokenizer).get(CLOSE)
+
+    def phase_of(
+        self, prompt: Sequence[int], messages: Sequence[Mapping[str, Any]], continues: bool
+    ) -> Phase:
+        """Where a chat's answer begins. prompt: token ids of the conversation. continues: whether
+        the answer continues the last message."""
+        if not can_reason(template_text(self.chat_template), self.llm.tokenizer):
+            return "after"
+        decode = decoder_of(self.tokenizer, skip_special_tokens=False)
+        continued = messages[-1]["content"] if continues else None
+        return phase_of(decode(list(prompt[-TAIL_TOKENS:])), continued)
 
     async def encode_chat(
         self, messages: list[dict[str, Any]], variables: dict[str, Any]
@@ -210,9 +236,10 @@ class Service:
         specs: Sequence[PromptSpec],
         context: PackedContext | None = None,
         requested: int | None = None,
+        names: Mapping[str, str] = CLIENT_NAMES,
     ) -> "ChoiceStream":
         """Submit all choices of a request to the engine. requested: output tokens that the client
-        asks for, if it does.
+        asks for, if it does. names: of the engine's settings in the request.
 
         Raises APIError (429) if the queue has no room for all choices, and (400) if no sequence has
         room for the requested tokens.
@@ -226,11 +253,11 @@ class Service:
 
         self._num_preparing += len(specs)
         try:
-            with renamed(**CLIENT_NAMES):
+            with renamed(**names):
                 stream = await self.async_llm.open(specs, context, check)
         finally:
             self._num_preparing -= len(specs)
-        return ChoiceStream(stream, self.limits.request_seconds, self.metrics)
+        return ChoiceStream(stream, self.limits.request_seconds, self.metrics, names)
 
     def _check_length(self, num_prompt: int, requested: int) -> None:
         """Raises APIError for more output tokens than fit a sequence after its prompt. The engine
@@ -260,10 +287,10 @@ class Service:
             )
 
 
-def _client_error(refusal: SettingError) -> APIError:
+def _client_error(refusal: SettingError, names: Mapping[str, str]) -> APIError:
     """The engine's refusal as an APIError that names fields as the client does."""
     try:
-        with renamed(**CLIENT_NAMES):
+        with renamed(**names):
             raise refusal
     except SettingError as error:
         return from_value_error(error)
@@ -284,11 +311,14 @@ def _check_prompt_logprobs(opened: Sequence[OpenRequest]) -> None:
 class ChoiceStream(AsyncIterator[tuple[int, StepOutput]]):
     """Outputs of a request's choices as they come: (index of the choice, output).
 
-    seconds: most time until all choices end. Raises APIError if a choice cannot be completed.
+    seconds: most time until all choices end. names: of the engine's settings in the request. Raises
+    APIError if a choice cannot be completed.
     """
 
-    def __init__(self, stream: AsyncStream, seconds: float, metrics: Metrics) -> None:
-        self.stream, self.seconds, self.metrics = stream, seconds, metrics
+    def __init__(
+        self, stream: AsyncStream, seconds: float, metrics: Metrics, names: Mapping[str, str]
+    ) -> None:
+        self.stream, self.seconds, self.metrics, self._names = stream, seconds, metrics, names
         self.requests = list(stream.requests.values())
         self._indices = {id: index for index, id in enumerate(stream.requests)}
         self._deadline = asyncio.get_running_loop().time() + seconds
@@ -310,7 +340,7 @@ class ChoiceStream(AsyncIterator[tuple[int, StepOutput]]):
         if output.finish_reason == "error":
             self.close()
             if output.refusal is not None:
-                raise _client_error(output.refusal)
+                raise _client_error(output.refusal, self._names)
             raise APIError(500, f"generation failed: {output.error}", code="generation_failed")
         return self._indices[output.id], output
 

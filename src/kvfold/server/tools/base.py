@@ -66,7 +66,7 @@ class ToolFormat:
         if places:
             position, marker = min(places)
             return len(text[:position].rstrip()), position + len(marker)
-        held = 0 if last else max(_overlap(text, marker) for marker in markers)
+        held = 0 if last else max(overlap(text, marker) for marker in markers)
         return len(text[: len(text) - held].rstrip()), None
 
     def new_id(self) -> str:
@@ -74,16 +74,27 @@ class ToolFormat:
         return f"call_{uuid4().hex[:24]}"
 
     def structural_tag(
-        self, schemas: Mapping[str, Json | None], *, required: bool, parallel: bool
+        self,
+        schemas: Mapping[str, Json | None],
+        *,
+        required: bool,
+        parallel: bool,
+        text: Json | None = None,
     ) -> Json:
         """xgrammar's structural tag of an answer that may have calls of some functions.
 
         schemas: of each function's arguments, by name; None: any object. required: the answer has
-            calls, and nothing else. parallel: it may have more than one.
+            calls, and nothing else. parallel: it may have more than one. text: the format of an
+            answer without calls; None: any text, which calls may follow.
         """
         calls = [self._call(name, schema) for name, schema in schemas.items()]
         single = self.one_call or not parallel
-        form = self._required(calls, single) if required else self._offered(calls, single)
+        if required:
+            form = self._required(calls, single)
+        elif text is not None:
+            form = {"type": "or", "elements": [text, self._required(calls, single)]}
+        else:
+            form = self._offered(calls, single)
         return {"type": "structural_tag", "format": form}
 
     def begin(self, name: str) -> str:
@@ -93,11 +104,7 @@ class ToolFormat:
     end: ClassVar[str] = "}"  # what is written after them
 
     def _call(self, name: str, schema: Json | None) -> Json:
-        content = {
-            "type": "json_schema",
-            "json_schema": _ANY_OBJECT if schema is None else schema,
-            "max_whitespace_cnt": 1,  # a small model may never leave the white space
-        }
+        content = schema_format(_ANY_OBJECT if schema is None else schema)
         return {"type": "tag", "begin": self.begin(name), "content": content, "end": self.end}
 
     def _required(self, calls: Sequence[Json], single: bool) -> Json:
@@ -112,6 +119,17 @@ class ToolFormat:
         }
 
 
+def schema_format(schema: Json | bool) -> Json:
+    """xgrammar's format of JSON that follows a schema."""
+    # A small model may never leave the white space.
+    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1}
+
+
+def regex_format(pattern: str) -> Json:
+    """xgrammar's format of text that matches a regular expression."""
+    return {"type": "regex", "pattern": pattern}
+
+
 def separated(calls: Sequence[Json], separator: str, single: bool) -> Json:
     return {
         "type": "tags_with_separator",
@@ -122,7 +140,7 @@ def separated(calls: Sequence[Json], separator: str, single: bool) -> Json:
     }
 
 
-def _overlap(text: str, marker: str) -> int:
+def overlap(text: str, marker: str) -> int:
     """Length of the longest beginning of `marker` that `text` ends with."""
     sizes = range(min(len(text), len(marker) - 1), 0, -1)
     return next((size for size in sizes if text.endswith(marker[:size])), 0)

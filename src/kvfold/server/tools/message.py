@@ -1,7 +1,8 @@
-"""The message of a chat's answer: its text and its tool calls, whole or as it comes."""
+"""The message of a chat's answer: reasoning, text and tool calls, whole or as it comes."""
 
 from typing import Any
 
+from kvfold.server.reasoning import Phase, ReasoningReader
 from kvfold.server.tools.reader import (
     Arguments,
     Begun,
@@ -17,15 +18,24 @@ Json = dict[str, Any]
 
 
 class MessageReader:
-    """Reads one answer of a model that has tools.
+    """Reads one answer of a model.
 
+    tools: None if the answer has no calls. phase: where the answer begins.
     has_calls: whether the answer has complete calls so far, and no part of another one was sent.
     """
 
-    def __init__(self, tools: ToolUse) -> None:
+    def __init__(self, tools: ToolUse | None, phase: Phase = "after") -> None:
         self._tools = tools
-        self._reader = ToolCallReader(tools.form, tools.callable, strict=tools.strict)
+        self._reasoning = ReasoningReader(phase)
+        self._calls: ToolCallReader | None = None
+        if tools is not None:
+            self._calls = ToolCallReader(tools.form, tools.callable, strict=tools.strict)
         self._num_ended, self._is_broken = 0, False
+
+    @property
+    def has_reasoned(self) -> bool:
+        """Whether the answer has had reasoning so far."""
+        return self._reasoning.has_reasoned
 
     @property
     def has_calls(self) -> bool:
@@ -34,6 +44,7 @@ class MessageReader:
     def message(self, text: str) -> Json:
         """The message of a whole text, as OpenAI's API has it."""
         contents, calls = [], dict[int, Json]()
+        reasoning, text = self._reasoning.feed(text, last=True)
         for event in self._feed(text, last=True):
             if isinstance(event, Content):
                 contents.append(event.text)
@@ -46,14 +57,15 @@ class MessageReader:
         self._is_broken = False  # nothing of broken calls is left
         content = "".join(contents)
         message: Json = {"role": "assistant", "content": content}
-        if calls:
-            message |= {"content": content or None, "tool_calls": list(calls.values())}
-        return message
+        if calls or reasoning:
+            message["content"] = content or None
+        return message | _reasoning(reasoning) | _tool_calls(calls)
 
     def delta(self, text: str, *, last: bool) -> Json:
         """What the next part of the text adds to a streamed message; empty if that is not known
         yet."""
         content, calls = "", dict[int, Json]()
+        reasoning, text = self._reasoning.feed(text, last=last)
         for event in self._feed(text, last=last):
             if isinstance(event, Content):
                 content += event.text
@@ -64,12 +76,14 @@ class MessageReader:
                 call = calls.setdefault(event.index, empty)
                 call["function"]["arguments"] += event.text
         delta: Json = {"content": content} if content else {}
-        return delta | ({"tool_calls": list(calls.values())} if calls else {})
+        return _reasoning(reasoning) | delta | _tool_calls(calls)
 
     def _feed(self, text: str, *, last: bool) -> list[Event]:
         """The events, without those of calls after a complete one if there may be one only."""
+        if self._calls is None or self._tools is None:
+            return [Content(text)]
         events: list[Event] = []
-        for event in self._reader.feed(text, last=last):
+        for event in self._calls.feed(text, last=last):
             if self._num_ended and not self._tools.parallel and not isinstance(event, Content):
                 continue
             events.append(event)
@@ -78,5 +92,15 @@ class MessageReader:
         return events
 
     def _call(self, event: Begun) -> Json:
+        assert self._tools is not None
         function = {"name": event.name, "arguments": ""}
         return {"id": self._tools.form.new_id(), "type": "function", "function": function}
+
+
+def _reasoning(text: str) -> Json:
+    """Under both names that clients read: vLLM's, and DeepSeek's and SGLang's."""
+    return {"reasoning": text, "reasoning_content": text} if text else {}
+
+
+def _tool_calls(calls: dict[int, Json]) -> Json:
+    return {"tool_calls": list(calls.values())} if calls else {}

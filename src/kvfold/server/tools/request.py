@@ -55,7 +55,7 @@ class ToolUse:
 
     functions: by name. form: how the model writes calls. required: whether the answer must be a
         call. callable: names of the functions that may be called. parallel: whether one answer may
-        have several calls.
+        have several calls. text: xgrammar's format of an answer without calls; None: any text.
     """
 
     functions: Mapping[str, Function]
@@ -63,33 +63,42 @@ class ToolUse:
     required: bool
     callable: Sequence[str]
     parallel: bool
+    text: Json | None = None
 
     @property
     def strict(self) -> bool:
         """Whether a grammar constrains what the model writes."""
-        return self.required or any(x.strict for x in self.functions.values())
+        return self.forced or any(x.strict for x in self.functions.values())
+
+    @property
+    def forced(self) -> bool:
+        """Whether all of the answer follows a grammar, so that each call follows its schema."""
+        return self.required or self.text is not None
 
     @property
     def structural_tag(self) -> Json | None:
         """What the text must follow, for xgrammar; None: nothing. Arguments follow their schema if
-        their function is strict, or the call is required. Raises APIError."""
+        their function is strict, or the call is required, or other text has a format. Raises
+        APIError."""
         if not self.strict:
             return None
         if find_spec("xgrammar") is None:
             raise APIError(
                 400,
-                'tool_choice: only "auto" and "none", with functions that are not strict, work '
-                'without xgrammar: pip install "kvfold[structured]" where the server runs',
+                'tool_choice: only "auto" and "none", with functions that are not strict and no '
+                'response_format, work without xgrammar: pip install "kvfold[structured]" where '
+                "the server runs",
                 param="tool_choice",
             )
         functions = {name: self.functions[name] for name in self.callable}
         schemas = {
-            name: x.parameters if self.required or x.strict else None
-            for name, x in functions.items()
+            name: x.parameters if self.forced or x.strict else None for name, x in functions.items()
         }
         for schema in schemas.values():
             check_schema("tools", schema)
-        return self.form.structural_tag(schemas, required=self.required, parallel=self.parallel)
+        return self.form.structural_tag(
+            schemas, required=self.required, parallel=self.parallel, text=self.text
+        )
 
 
 def read_tools(tools: Sequence[Json]) -> dict[str, Function]:
@@ -116,11 +125,16 @@ def tools_for_template(tools: Sequence[Json]) -> list[Json]:
 
 
 def tool_use(
-    tools: Sequence[Json], choice: Choice | None, parallel: bool | None, template: Any
+    tools: Sequence[Json],
+    choice: Choice | None,
+    parallel: bool | None,
+    template: Any,
+    text: Json | None = None,
 ) -> ToolUse | None:
     """How a chat uses its tools; None if it has none, or may not call them. Raises APIError.
 
-    template: the tokenizer's chat template, or several by name.
+    template: the tokenizer's chat template, or several by name. text: xgrammar's format of an
+        answer without calls.
     """
     if not tools:
         if isinstance(choice, ToolChoice) or choice == "required":
@@ -139,16 +153,17 @@ def tool_use(
         )
     if choice == "none":
         return None
-    text = template_text(template)
-    form = format_of(text)
+    written = template_text(template)
+    form = format_of(written)
     if form is None:
-        raise _no_format(text)
+        raise _no_format(written)
     return ToolUse(
         functions,
         form,
         required=forced is not None or choice == "required",
         callable=list(functions) if forced is None else [forced],
         parallel=parallel is not False and forced is None,
+        text=text,
     )
 
 
