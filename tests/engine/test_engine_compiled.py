@@ -39,7 +39,7 @@ def fresh(monkeypatch):
 def compile_pieces(runner: ModelRunner, backend="eager") -> int:
     """Graphs that it took."""
     runner.compiled = Compiled(runner.model, runner.family, backend)
-    runner.compiled.warm_up(runner._forward, runner.device)
+    runner.compiled.warm_up(runner.forward, runner.device)
     return counters["stats"]["unique_graphs"]
 
 

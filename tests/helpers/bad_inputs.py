@@ -1216,7 +1216,8 @@ PYTHON = {
         "torch_dtype is called dtype here: pass dtype='float16'"
     ),
     'kvfold.parallel.SequenceParallel("reference:gqa")': (
-        "model must be a loaded causal LM, such as kvfold.load gives; got 'reference:gqa'"
+        "model must be a loaded causal LM, such as kvfold.load gives, or a kvfold.LLM; got"
+        " 'reference:gqa'"
     ),
 }
 FULL_DISK = {

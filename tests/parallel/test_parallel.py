@@ -18,9 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import kvfold
+import model_types
 from fold_cases import close, prepared
 from kvfold import recipes
 from kvfold.bench.variants import SHAPES, Variant, variant_layout
+from kvfold.engine.requests.params import SamplingParams
+from kvfold.engine.requests.request import TokenLogprobs
 from kvfold.hub.loading import load_tokenizer
 from kvfold.layout import CacheSpec, Latent, LayerSpec
 from kvfold.layout.pages import plain_spec
@@ -40,6 +43,7 @@ from matrix import matrix
 from models import CONFIGS, tiny, tokens
 from ranks import Ranks
 from sequence_parallel import Bench, folded
+from sidecar_cases import bytes_tokenizer
 
 SIZES = (1, 2, 3, 5)
 LENGTH = 47  # a multiple of none of them
@@ -262,6 +266,40 @@ def test_benchmark_of_a_model(pool: Ranks) -> None:
 # -- mistakes -----------------------------------------------------------------------------------
 
 
+def told_of_engine(group: dist.ProcessGroup, how: str, model: Any) -> str:
+    """What the first of two ranks is told about a mistake with an engine."""
+    settings: dict[str, Any] = {"kv_bytes": 12288} if how == "pool" else {}
+    if how == "evicts":
+        settings = {"evict": "h2o", "keep_tokens": 0.5}
+    llm = kvfold.LLM(model, max_sequences=1, max_tokens=64, **settings)
+    try:
+        parallel = SequenceParallel(model if how == "model" else llm, group)
+        found = parallel.prefill(IDS[:LENGTH], keep_entries=how != "rows")
+        if how == "cache":
+            parallel.cache(found)
+        parallel.context(found, rank=2 if how == "rank" else 0)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("how", "want"),
+    [
+        ("evicts", "model evicts tokens by what it sees of their attention"),
+        ("model", "model: a context is for an engine, and this is a model alone"),
+        ("cache", "model: an engine's entries are for its own pages: use context"),
+        ("rows", "prompt has no cache entries: prefill it with keep_entries=True"),
+        ("rank", "rank must be in 0..1, got 2"),
+        ("pool", "kv_bytes: a pool of 12288 bytes has no room for a context of 47 tokens"),
+    ],
+)
+def test_engines_that_cannot_go_on(pool: Ranks, how: str, want: str) -> None:
+    told = pool.run(2, told_of_engine, how, tiny("llama-gqa"))
+    assert told[0].startswith(want)
+    assert told[1] == ("" if how == "pool" else told[0])
+
+
 def told(group: dist.ProcessGroup, how: str, model: Any, other: Any = IDS) -> str:
     """What a rank is told about a mistake; other: ids of all ranks but the first."""
     rank = dist.get_rank(group)
@@ -357,3 +395,64 @@ def outside(group: dist.ProcessGroup, model: Any) -> str:
     with pytest.raises(SettingError) as found:
         SequenceParallel(model, dist.GroupMember.NON_GROUP_MEMBER)
     return str(found.value)
+
+
+# -- engines ------------------------------------------------------------------------------------
+
+
+SERVED = {
+    "16 bits": ("llama-gqa", None, {}),
+    "4 bits": ("llama-gqa", None, {"bits": 4}),
+    "shared values": ("llama-gqa", "swift", {}),
+    "rebuilt keys": ("llama-gqa", "small", {"bits": 8}),
+    "without RoPE": ("opt", "fast", {}),
+}
+
+
+def continued(
+    group: dist.ProcessGroup, model: Any, maps: Any, settings: dict[str, Any], to: int
+) -> list[list[TokenLogprobs]]:
+    """Log-probabilities of an answer by the LLM of rank `to`: after a prompt that all ranks read,
+    and after one that it reads alone; nothing on the other ranks."""
+    llm = kvfold.LLM(model, maps=maps, max_sequences=2, max_tokens=80, **settings)
+    parallel = SequenceParallel(llm, group)
+    found = parallel.prefill(IDS[:LENGTH], keep_entries=True)
+    context = parallel.context(found, rank=to)
+    if context is None:
+        return []
+    params = SamplingParams(max_new_tokens=8, min_tokens=8, logprobs=3)
+    question = [5, 7, 11]
+    [after] = llm.generate([question], params, context=context)
+    assert context.token_ids == tuple(IDS[:LENGTH])
+    [alone] = llm.generate([[*IDS[:LENGTH], *question]], params)
+    return [list(after.logprobs), list(alone.logprobs)]
+
+
+def check_continued(pool: Ranks, model: Any, maps: Any, settings: dict[str, Any]) -> None:
+    """In few bits an engine alone attends to quantised entries of the prompt, and ranks to what
+    they were quantised from; but then all numbers of ranks find the same."""
+    within, first = {16: 1e-4, 8: 0.01, 4: 0.3}[settings.get("bits", 16)], None
+    for size in SIZES:
+        to = size // 2
+        told = pool.run(size, continued, model, maps, settings, to)
+        assert [bool(x) for x in told] == [rank == to for rank in range(size)]
+        after, alone = told[to]
+        first = first or after
+        for x, y, z in zip(after, alone, first, strict=True):
+            assert x.top[0][0] == y.top[0][0]
+            assert x.chosen == pytest.approx(y.chosen, abs=within)
+            assert x.chosen == pytest.approx(z.chosen, abs=5e-3 if settings else 1e-4)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_an_engine_goes_on(pool: Ranks, name: str) -> None:
+    model_name, recipe, settings = SERVED[name]
+    check_continued(pool, model_of(model_name, recipe)[0], None, settings)
+
+
+@pytest.mark.parametrize("name", ["stablelm", "qwen3_moe", "gpt2"])
+def test_an_engine_with_maps_goes_on(pool: Ranks, name: str, tmp_path) -> None:
+    model = model_types.tiny(name)
+    tokenizer = bytes_tokenizer(tmp_path)
+    maps = kvfold.compress(model, keep=0.5, align=1, tokenizer=tokenizer, max_tokens=1024)
+    check_continued(pool, model, maps, {})

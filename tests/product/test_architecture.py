@@ -25,10 +25,10 @@ LAYERS: dict[str, set[str]] = {
     "calibration": {"utils", "layout", "ops", "models"},
     "compression": {"utils", "layout", "ops", "attention", "models", "config", "recipes", "hub"}
     | {"calibration", "experimental"},
-    "parallel": {"utils", "layout", "ops", "attention", "models", "hub"},
     "maps": {"utils", "layout", "ops", "attention", "models", "config", "recipes", "hub"}
     | {"calibration", "compression"},
     "engine": {"utils", "layout", "ops", "cache", "attention", "models", "config", "hub", "maps"},
+    "parallel": {"utils", "layout", "ops", "attention", "models", "hub", "engine"},
     "server": {"utils", "cache", "config", "engine"},
     "bench": {"utils", "layout", "ops", "cache", "models", "config", "hub", "engine"},
     "evaluation": {"utils", "layout", "ops", "cache", "models", "config", "recipes", "hub"}

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kvfold.attention.base import AttentionContext, LayerAttention
+from kvfold.ops.maps import with_mean
 from kvfold.parallel.attend import attend, message
 from kvfold.parallel.shares import HeadShare
 
@@ -50,7 +51,10 @@ class UlyssesContext(AttentionContext):
         for share, x in zip(shares, returned.split(sizes), strict=True):
             parts = x.view(num_tokens, share.output_width).split(share.output_ranks, 1)
             heads |= zip(share.heads, parts, strict=True)
-        return torch.cat([heads[head] for head in sorted(heads)], 1)[None]
+        out = torch.cat([heads[head] for head in sorted(heads)], 1)[None]
+        if (maps := layer.output_maps) is None:
+            return out
+        return with_mean(maps, out.unflatten(2, (len(maps.mean), maps.queries, -1)))
 
     def _exchange(self, blocks: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
         """All-to-all: send each rank its block, without padding. Returns the received numbers as

@@ -4,6 +4,7 @@ Shapes: N tokens of the prompt, n of this rank; D width, V vocabulary, R numbers
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
@@ -13,6 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import DynamicCache
 
+from kvfold.attention.base import AttentionContext
+from kvfold.engine.api.llm import LLM
+from kvfold.engine.api.pack import check_pages
+from kvfold.engine.requests.packed import PackedContext
 from kvfold.hub.checkpoint import spec_of
 from kvfold.layout.pages import plain_spec
 from kvfold.models.adapter import PAGED
@@ -31,12 +36,14 @@ from kvfold.utils.versions import cache_argument
 class Prefilled:
     """The result of a prefill.
 
+    token_ids: the N tokens of the prompt.
     logits [V]: after the last token, on every rank.
     counts: tokens of each rank; a rank's tokens are consecutive.
     hidden [n, D]: last hidden states of this rank's tokens.
     entries: cache entries [n, R] of this rank's tokens per layer; empty if they were not kept.
     """
 
+    token_ids: tuple[int, ...]
     logits: Tensor
     counts: tuple[int, ...]
     hidden: Tensor
@@ -53,15 +60,24 @@ class SequenceParallel:
     """
 
     def __init__(self, model: Any, group: dist.ProcessGroup | None = None) -> None:
-        """model: a causal LM of transformers, folded or not; it is not changed.
+        """model: a causal LM of transformers, folded or not, which is not changed; or a kvfold.LLM,
+            whose engine can go on with the prompts (`context`).
         group: ranks in the order of a prompt's tokens (None: all ranks).
 
         Raises SettingError without a process group, if this process is not in the group, and for
-        models that cannot be split; raises ValueError if the ranks' models differ.
+        models and engines that cannot be split; raises ValueError if the ranks' models differ.
         """
-        check_model(model, "a loaded causal LM, such as kvfold.load gives")
-        if model.config._attn_implementation == PAGED:
-            raise SettingError("`model` belongs to an engine already (owned=True): load it again")
+        self.llm = model if isinstance(model, LLM) else None
+        if self.llm is None:
+            check_model(model, "a loaded causal LM, such as kvfold.load gives, or a kvfold.LLM")
+            if model.config._attn_implementation == PAGED:
+                raise SettingError(
+                    "`model` belongs to an engine already: give the kvfold.LLM itself, or load the"
+                    " model again"
+                )
+        else:
+            _check_engine(self.llm)
+            model = self.llm.model
         self.group = _group(group, model.device)
         if rope_type(model.config) in LONG_ROPE:
             raise SettingError(
@@ -69,17 +85,34 @@ class SequenceParallel:
                 "long a prompt is, and each rank sees only a part: prefill it on one device"
             )
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self.family, saved = family_of(model.config), spec_of(model)
-        self.spec = saved or plain_spec(self.family.geometry(model.config))
+        self.folded, self._forward = True, self._run_model
+        if self.llm is not None:
+            runner = self.llm.runner
+            self.model, self.family = model, runner.family
+            self.spec, self._forward = runner.pool.layout.spec, runner.forward
+        else:
+            saved = spec_of(model)
+            self.family, self.folded = family_of(model.config), saved is not None
+            self.spec = saved or plain_spec(self.family.geometry(model.config))
+            self.model = shared_copy(model).eval()
         description = f"{self.spec} {model.dtype}".encode()
-        self.model = shared_copy(model).eval()
         self._agree(description, "another model", "load the same one on every rank")
-        self.folded = saved is not None
-        if saved is None:
+        if not self.folded:
             fold_plain(self.model, self.spec)
         self.model.config._attn_implementation = PAGED
         geometry = self.spec.geometry
         self.shares = [shares_of(layer, geometry, self.size) for layer in self.spec.layers]
+
+    def _run_model(self, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
+        """Last hidden states [n, D] of tokens at positions int64 [n]."""
+        out = self.model.base_model(
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            **cache_argument(context),
+            use_cache=False,
+        )
+        hidden: Tensor = out.last_hidden_state[0]
+        return hidden
 
     @torch.inference_mode()
     def prefill(self, ids: Sequence[int] | Tensor, *, keep_entries: bool = False) -> Prefilled:
@@ -93,25 +126,51 @@ class SequenceParallel:
         counts = token_counts(len(tokens), self.size)
         context = UlyssesContext(self.shares, counts, self.group, keep_entries)
         positions = torch.arange(context.tokens.start, context.tokens.stop, device=tokens.device)
-        out = self.model.base_model(
-            input_ids=tokens[None, positions],
-            position_ids=positions[None],
-            **cache_argument(context),
-            use_cache=False,
-        )
-        hidden = out.last_hidden_state[0]
+        with nullcontext() if self.llm is None else self.llm.engine.lock.hold():
+            hidden = self._forward(tokens[positions], positions, context)
         logits = self.family.logits(self.model, hidden[-1])
         dist.broadcast(logits, dist.get_global_rank(self.group, self.size - 1), group=self.group)
         return Prefilled(
-            logits=logits, counts=tuple(counts), hidden=hidden, entries=tuple(context.entries)
+            token_ids=tuple(tokens.tolist()),
+            logits=logits,
+            counts=tuple(counts),
+            hidden=hidden,
+            entries=tuple(context.entries),
         )
+
+    def context(self, prompt: Prefilled, rank: int = 0) -> PackedContext | None:
+        """The prompt as a packed context on rank `rank`, whose LLM goes on with it:
+        `llm.generate(question, context=context)`. None on the other ranks. Collective.
+
+        Entries are sent layer by layer and quantised on that rank. Raises SettingError if this was
+        made with a model and not an LLM, if the entries were not kept, and on rank `rank` if they
+        do not fit its pool.
+        """
+        _check_entries(prompt)
+        if self.llm is None:
+            raise SettingError(
+                "`model`: a context is for an engine, and this is a model alone: make it with"
+                " SequenceParallel(kvfold.LLM(...)), or use `cache`"
+            )
+        if rank not in range(self.size):
+            raise SettingError(f"`rank` must be in 0..{self.size - 1}, got {rank!r}")
+        entries = (self._gathered(x, prompt.counts, to=rank) for x in prompt.entries)
+        try:
+            return self.llm.pack_entries(prompt.token_ids, entries) if rank == self.rank else None
+        finally:
+            for _ in entries:  # others wait until theirs are taken
+                pass
 
     @torch.inference_mode()
     def cache(self, prompt: Prefilled) -> DynamicCache:
         """The cache entries of all ranks as a transformers cache, with which the original model can
         go on, on any rank. Collective. Raises SettingError if the entries were not kept."""
-        if not prompt.entries:
-            raise SettingError("`prompt` has no cache entries: prefill it with keep_entries=True")
+        _check_entries(prompt)
+        if self.llm is not None:
+            raise SettingError(
+                "`model`: an engine's entries are for its own pages: use `context`, or make it with"
+                " SequenceParallel(kvfold.load(...))"
+            )
         cache = DynamicCache(config=self.model.config)
         g = self.spec.geometry
         for layer, rank_entries in enumerate(prompt.entries):
@@ -125,12 +184,18 @@ class SequenceParallel:
             cache.update(*sides, layer)
         return cache
 
-    def _gathered(self, entries: Tensor, counts: Sequence[int]) -> Tensor:
-        """Gather [n, R] of all ranks: [N, R]."""
+    def _gathered(self, entries: Tensor, counts: Sequence[int], to: int | None = None) -> Tensor:
+        """Gather [n, R] of all ranks: [N, R], on all ranks or on rank `to`."""
         parts = [entries.new_empty(count, entries.shape[1]) for count in counts]
         parts[self.rank].copy_(entries)
+        ranks = [dist.get_global_rank(self.group, rank) for rank in range(self.size)]
         for rank, part in enumerate(parts):
-            dist.broadcast(part, dist.get_global_rank(self.group, rank), group=self.group)
+            if to is None:
+                dist.broadcast(part, ranks[rank], group=self.group)
+            elif self.rank == to != rank:
+                dist.recv(part, ranks[rank], group=self.group)
+            elif self.rank == rank != to:
+                dist.send(part, ranks[to], group=self.group)
         return torch.cat(parts)
 
     def _checked(self, ids: Sequence[int] | Tensor) -> Tensor:
@@ -172,6 +237,29 @@ class SequenceParallel:
         ]:
             listed = ", ".join(map(str, different))
             raise ValueError(f"rank {listed} has {what} than rank 0: {way_out}")
+
+
+def _check_entries(prompt: Prefilled) -> None:
+    """Raises SettingError if the cache entries were not kept."""
+    if not prompt.entries:
+        raise SettingError("`prompt` has no cache entries: prefill it with keep_entries=True")
+
+
+def _check_engine(llm: LLM) -> None:
+    """Raises SettingError if an engine's prompts cannot be prefilled by several ranks."""
+    check_pages(llm.runner)
+    if llm.runner.policy is not None:
+        raise SettingError(
+            "`model` evicts tokens by what it sees of their attention, of which each rank has a"
+            " part: leave `evict` out"
+        )
+    geometry = llm.runner.pool.layout.spec.geometry
+    has_sinks = any(layer.has_sinks for layer in llm.runner.attention.layers)
+    if has_sinks or geometry.value_dim not in (None, geometry.head_dim):
+        raise SettingError(
+            "`model` has attention sinks, or values of another width than its keys, which several"
+            " ranks cannot attend to: prefill it on one device"
+        )
 
 
 def _tensor(ids: Any) -> Tensor | None:

@@ -1,10 +1,12 @@
 """LLM: text in, text out. A model with its tokenizer and an engine."""
 
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from kvfold.cache.eviction.policy import Policy
 from kvfold.config import CacheConfig, Setting, check_types, parse_share, settings_of
@@ -32,6 +34,7 @@ from kvfold.engine.runner.edits import logit_edits
 from kvfold.engine.runner.original import check_original
 from kvfold.engine.runner.trial import check_start, compile_kernels
 from kvfold.hub.loading import check_loaded, load, load_config, load_tokenizer
+from kvfold.layout.pages import Ints
 from kvfold.maps.layers import learns_prompt, unwrapped
 from kvfold.maps.named import base_and_maps
 from kvfold.maps.sidecar import Sidecar
@@ -234,7 +237,26 @@ class LLM:
             )
         with self.engine.lock.hold():
             packer = Packer(self.runner, self.tokenizer, self.engine.scheduler.chunk, progress)
-            lengths, pages, report = packer.pack(ids, factor, measure)
+            return self._packed(ids, *packer.pack(ids, factor, measure))
+
+    def pack_entries(self, token_ids: Sequence[int], entries: Iterable[Tensor]) -> PackedContext:
+        """Pack a text whose cache entries were computed elsewhere by this LLM's model, as
+        `kvfold.parallel` does.
+
+        entries: of each layer in order, [N, R] of the N tokens.
+
+        Running requests wait meanwhile. Raises SettingError if the text does not fit.
+        """
+        ids = list(token_ids)
+        full_bytes = 2 * self.runner.pool.layout.spec.geometry.full_numbers * len(ids)
+        with self.engine.lock.hold():
+            packer = Packer(self.runner, self.tokenizer, self.engine.scheduler.chunk, None)
+            lengths, pages = packer.store(ids, entries)
+        return self._packed(ids, lengths, pages, {"full_bytes": full_bytes, "loss": None})
+
+    def _packed(
+        self, ids: list[int], lengths: Ints, pages: list[Tensor], report: dict[str, Any]
+    ) -> PackedContext:
         stored = {x: getattr(self.cache, x) for x in STORED}
         settings = stored | {"page": self.runner.pool.layout.page}
         origin = {"key": self._context_key, "settings": settings, "report": report}

@@ -3,7 +3,7 @@
 Shapes: N tokens of the context, n tokens of a sample, V tokens of the vocabulary.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from kvfold.engine.requests.request import Batch, CacheParams, Request
 from kvfold.engine.runner.rescoring import Rescorer
 from kvfold.engine.runner.runner import ModelRunner
 from kvfold.layout.pages import Ints
+from kvfold.ops.store import append
 from kvfold.utils.errors import SettingError
 
 Report = Callable[[str, int, int], None]  # progress: name of the phase, done, total
@@ -56,7 +57,7 @@ class Packer:
         if policy is None or as_rescoring(policy) is None:
             policy = get("kvzip")
         # The prompt to repeat a segment does not depend on the policy that evicts.
-        self.rescorer = Rescorer(runner.attention.view, policy, tokenizer, runner._forward)
+        self.rescorer = Rescorer(runner.attention.view, policy, tokenizer, runner.forward)
 
     def pack(
         self, ids: list[int], factor: float, measure: bool
@@ -69,6 +70,24 @@ class Packer:
         num_kept = max(int(keep * len(ids)) // layout.page, 1) * layout.page  # whole pages
         lengths, pages, losses = self._pack(ids, min(1.0, num_kept / len(ids)), measure)
         return lengths, pages, {"factor": factor, "full_bytes": full_bytes, **losses}
+
+    @torch.inference_mode()
+    def store(self, ids: list[int], entries: Iterable[Tensor]) -> tuple[Ints, list[Tensor]]:
+        """Lengths and pages of a context whose cache entries [N, R] of each layer, in order, were
+        computed elsewhere by the runner's model."""
+        self._check(len(ids), 1.0)
+        slot = self.pool.allocate_slot()
+        try:
+            self._extend(slot, len(ids), len(ids))
+            index = torch.arange(len(ids), device=self.pool.device)
+            slots = torch.full_like(index, slot)
+            for layer, rows in enumerate(entries):
+                pages = self.runner.attention.view.pages[layer]
+                places = index[:, None].expand(-1, len(pages.groups))
+                append(pages, rows, slots, places, index.int())
+            return self.pool.dump(slot)
+        finally:
+            self.pool.free_slot(slot)
 
     def _check(self, size: int, factor: float) -> None:
         check_pages(self.runner)
@@ -121,18 +140,21 @@ class Packer:
             self.pool.free_slot(sequence.open_slot)
 
     def _step(self, sequence: Request, count: int, run: Callable[[Batch], Any]) -> Any:
-        try:
-            self.pool.extend([sequence.open_slot], [count])
-        except PoolFull:
-            enough = self.pool.layout.bytes_for(1, len(sequence.token_ids) + count)
-            raise SettingError(
-                f"`kv_bytes`: a pool of {self.pool.num_bytes} bytes has no room for a context of "
-                f"{len(sequence.token_ids)} tokens in addition to running requests; {enough} bytes "
-                "suffice"
-            ) from None
+        self._extend(sequence.open_slot, count, len(sequence.token_ids))
         result = run(Batch(chunks=(sequence.next_chunk(count),)))
         sequence.advance(count)
         return result
+
+    def _extend(self, slot: int, count: int, size: int) -> None:
+        """Make room for `count` more tokens of a context of `size` tokens."""
+        try:
+            self.pool.extend([slot], [count])
+        except PoolFull:
+            enough = self.pool.layout.bytes_for(1, size + count)
+            raise SettingError(
+                f"`kv_bytes`: a pool of {self.pool.num_bytes} bytes has no room for a context of "
+                f"{size} tokens in addition to running requests; {enough} bytes suffice"
+            ) from None
 
     def _loss(self, sequence: Request, name: str) -> float | None:
         """Mean cross-entropy (nats/token) of repeating samples of the context; None if there are no

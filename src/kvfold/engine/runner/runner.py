@@ -91,11 +91,11 @@ class ModelRunner:
             rope = pool.layout.spec.geometry.rope
             learned = None if rope else model.config.get_text_config().max_position_embeddings
             view = self.attention.view
-            self.rescorer = Rescorer(view, policy, tokenizer, self._forward, twin, learned)
+            self.rescorer = Rescorer(view, policy, tokenizer, self.forward, twin, learned)
         self.compiled = None
         if wanted(self.device.type):
             self.compiled = Compiled(self.model, self.family)
-            self.compiled.warm_up(self._forward, self.device)
+            self.compiled.warm_up(self.forward, self.device)
         if no_numba(self.device.type) is None and not self.has_sidecar:
             cpu_fused.install(self.model, self.family)
         self.graphs = self._graphs() if self.attention.supports_graphs else None
@@ -204,7 +204,7 @@ class ModelRunner:
             [chunk.start + i for chunk in batch.chunks for i in range(len(chunk.tokens))]
         )
         with self._observed(batch):
-            return self._forward(tokens, positions, self._context_of(batch, positions))
+            return self.forward(tokens, positions, self._context_of(batch, positions))
 
     @property
     def can_retry(self) -> bool:
@@ -231,7 +231,7 @@ class ModelRunner:
         with observer.step(chunks, len(decodes(batch))):
             yield
 
-    def _forward(self, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
         """Run the model on tokens, positions int64 [N]. Returns the last hidden states [N, D].
 
         The attention context is passed as transformers' cache argument: the context itself to a
@@ -253,7 +253,7 @@ class ModelRunner:
         metadata = AttentionMetadata.for_decodes(self.attention.view, slots, positions)
         last = torch.full_like(slots, -1)
         context = PagedContext(self.attention, [metadata], slots, last, positions.int())
-        return self._logits(self._forward(tokens, positions, context))
+        return self._logits(self.forward(tokens, positions, context))
 
     def _context_of(self, batch: Batch, positions: Tensor) -> PagedContext:
         """The attention context of a batch."""
