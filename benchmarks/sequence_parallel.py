@@ -10,8 +10,10 @@ bfloat16, that keep 1 - p of every head, in sixteenths; --models are checkpoints
 held-out text stands beside their time. Every model reads by all ranks and by one. Prompts differ
 from round to round, and models take turns in a round; times are of the slowest rank, medians over
 rounds. One more round, with a stop of the device around each, says how much of it exchanges and
-attention take. Of the uncompressed model a GPU times cuDNN's attention, too. --bytes counts alone,
-without a device: what the tests hold to the bytes that are really sent.
+attention take. Of the uncompressed model a GPU times cuDNN's attention, too. --engines adds engines
+of the uncompressed model with a cache of so many bits: then also how long it takes until rank 0 has
+the prompt as a packed context, and until its first token after that. --bytes counts alone, without
+a device: what the tests hold to the bytes that are really sent.
 """
 
 import argparse
@@ -30,9 +32,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import kvfold
 from kvfold.bench.synthetic_engine import random_model
 from kvfold.bench.variants import SHAPES, Variant, variant_layout
 from kvfold.cli.bench_common import versions
+from kvfold.engine.requests.params import SamplingParams
 from kvfold.evaluation.perplexity import token_nll
 from kvfold.hub.checkpoint import mark
 from kvfold.hub.loading import load, load_tokenizer
@@ -40,12 +44,14 @@ from kvfold.layout import CacheSpec
 from kvfold.layout.pages import plain_spec
 from kvfold.models.copies import shared_copy
 from kvfold.models.families import family_of
-from kvfold.parallel import SequenceParallel, context, wire_bytes
+from kvfold.parallel import Prefilled, SequenceParallel, context, wire_bytes
 from kvfold.utils.files import write_json
 from kvfold.utils.text import packaged, running
 from kvfold.utils.tokens import windows
 from lab.variants import VARIANTS
 
+QUESTION = 32  # tokens of the question after a prompt that was handed over
+HANDED_OVER = "handover_seconds", "first_token_seconds", "context_bytes"
 CUDNN = "uncompressed, cuDNN"
 PLAIN = "uncompressed"
 
@@ -153,6 +159,12 @@ class Bench:
             return
         plain = random_model(a.shape, None, self.device)
         yield PLAIN, plain
+        for bits in a.engines:
+            most = max(a.tokens) + 2 * QUESTION
+            yield (
+                f"engine, {bits} bits",
+                kvfold.LLM(plain, max_sequences=1, max_tokens=most, bits=bits),
+            )
         for p in a.p:
             head_dim = SHAPES[a.shape].head_dim
             variant = kept(p, head_dim, head_dim // 16)
@@ -208,9 +220,13 @@ class Bench:
     def _row(self, case: Case, ids: Tensor) -> dict[str, Any]:
         watch = Watch(self.device)
         dist.barrier()
+        handed_over: tuple[float, ...] = (0.0, 0.0, 0)
         with watch.running(), case.attention() if case.parallel else nullcontext():
             if case.parallel is not None:
-                case.parallel.prefill(ids)
+                is_engine = case.parallel.llm is not None
+                found = case.parallel.prefill(ids, keep_entries=is_engine)
+                if is_engine:
+                    handed_over = self._handed_over(case.parallel, found)
         sent = int(over_ranks(watch.bytes, self.device, dist.ReduceOp.SUM))
         itemsize = case.parallel.model.dtype.itemsize if case.parallel else 0
         itemsize = int(over_ranks(itemsize, self.device))
@@ -228,7 +244,23 @@ class Bench:
             "attention_seconds": over_ranks(watch.attention, self.device),
             "wire_bytes": sent,
             "loss": statistics.mean(case.losses) if self.arguments.models else None,
+            **{
+                name: over_ranks(value, self.device)
+                for name, value in zip(HANDED_OVER, handed_over, strict=True)
+            },
         }
+
+    def _handed_over(self, parallel: SequenceParallel, prompt: Prefilled) -> tuple[float, ...]:
+        """Values of HANDED_OVER on rank 0: seconds until it has the context, and from there until
+        the first token after a question; bytes of the context's pages. 0 on the others."""
+        seconds, packed = seconds_of(lambda: parallel.context(prompt), self.device)
+        if packed is None:
+            return 0.0, 0.0, 0
+        llm, one = parallel.llm, SamplingParams(max_new_tokens=1)
+        assert llm is not None
+        question = list(prompt.token_ids[:QUESTION])
+        first, _ = seconds_of(lambda: llm.generate([question], one, context=packed), self.device)
+        return seconds, first, packed.num_bytes
 
 
 def folded(plain: Any, spec: CacheSpec) -> Any:
@@ -260,6 +292,12 @@ def show(rows: list[dict[str, Any]]) -> None:
             f"{best / row['seconds']:10.2f}x{row['exchange_seconds']:11.3f}"
             f"{row['attention_seconds']:11.3f}{row['wire_bytes'] / 1e6:11.1f}{less:11.1%}{loss:>11}"
         )
+        if row["context_bytes"]:
+            print(
+                f"{'':15}rank 0 has {row['context_bytes'] / 1e6:.1f} MB after"
+                f" {row['handover_seconds']:.3f} s, the first token"
+                f" {row['first_token_seconds']:.3f} s later"
+            )
 
 
 def counted(shape: str, tokens: list[int], ps: list[float]) -> list[dict[str, Any]]:
@@ -296,6 +334,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument("--p", type=float, nargs="+", default=[0.3, 0.5, 0.7])
     parser.add_argument("--models", nargs="+", default=[], help="the first is uncompressed")
+    parser.add_argument("--engines", type=int, nargs="+", default=[], metavar="BITS")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--bytes", action="store_true", help="count alone")
     parser.add_argument("--json", type=Path, metavar="FILE")

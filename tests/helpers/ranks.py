@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-PATIENCE = 120  # seconds
+PATIENCE = 600  # seconds
 
 
 class Ranks:
@@ -42,6 +42,7 @@ class Ranks:
         for pipe in pipes:
             pipe.send_bytes(call)
         found: dict[Any, Any] = {}
+        failed: list[Exception] = []
         patience = PATIENCE
         while ready := wait([pipe for pipe in pipes if pipe not in found], patience):
             found |= {pipe: pickle.loads(pipe.recv_bytes()) for pipe in pipes if pipe in ready}

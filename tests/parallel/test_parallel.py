@@ -239,7 +239,8 @@ def test_kernels_see_what_pytorch_sees(recipe: str | None, monkeypatch: Any) -> 
 
 def measured(group: dist.ProcessGroup, tokens: int, **settings: Any) -> list[dict[str, Any]]:
     """Rows of benchmarks/sequence_parallel.py, whose ranks are all there are."""
-    given = {"models": [], "shape": "tiny", "p": [0.5], "rounds": 2, **settings}
+    given = {"models": [], "shape": "tiny", "p": [0.5], "rounds": 2, "engines": [], **settings}
+    given["tokens"] = [tokens]
     return Bench(argparse.Namespace(**given), torch.device("cpu")).measure(tokens)
 
 
@@ -250,6 +251,13 @@ def test_benchmark_of_random_weights(pool: Ranks) -> None:
     whole, alone, half, _ = rows
     assert half["wire_bytes"] * 2 == whole["wire_bytes"] > 0 == alone["wire_bytes"]
     assert all(row["seconds"] > 0 and row["loss"] is None for row in rows)
+
+
+def test_benchmark_of_an_engine(pool: Ranks) -> None:
+    rows = pool.run(5, partial(measured, p=[], engines=[4]), 64)[0]
+    plain, engine = (x for x in rows if x["ranks"] == 5)
+    assert plain["context_bytes"] == 0 < engine["context_bytes"]
+    assert engine["handover_seconds"] > 0 < engine["first_token_seconds"]
 
 
 def test_benchmark_of_a_model(pool: Ranks) -> None:
