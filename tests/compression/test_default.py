@@ -14,6 +14,7 @@ from kvfold.hub.checkpoint import provenance_of
 from kvfold.layout.pages import plain_spec
 from kvfold.models.families import family_of
 from kvfold.models.kernels import fastest_layout, kernels_of
+from matrix import matrix
 from models import CONFIGS, llama_8b, tiny
 from tiers_cases import statistics_of
 
@@ -60,8 +61,13 @@ def test_what_is_asked_of_a_plan_stays(given) -> None:
     assert target.levels == given.get("levels", target.levels)
 
 
-@pytest.mark.parametrize("size", [{"keep": 0.5}, {"budget": "ppl<=1.01"}, {"keep": 0.125}])
-@pytest.mark.parametrize("config", [LLAMA_8B, QWEN_1_5B, MANY_HEADS])
+@pytest.mark.parametrize(
+    ("config", "size"),
+    matrix(
+        [LLAMA_8B, QWEN_1_5B, MANY_HEADS],
+        [{"keep": 0.5}, {"budget": "ppl<=1.01"}, {"keep": 0.125}],
+    ),
+)
 def test_without_bits_it_loses_least_of_what_is_no_slower(config, size) -> None:
     recipe, target, why = choose_recipe(None, config, Target(**size))
     geometry, load = family_of(config).geometry(config), load_of(config)

@@ -279,6 +279,7 @@ def test_goes_on_where_memory_is_short() -> None:
     assert small.engine.scheduler.num_preemptions > 0 and small.runner.pool.used_bytes == 0
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
 def test_kernels_compute_what_pytorch_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts in chunks, demotions, and decode steps beside them."""

@@ -12,6 +12,7 @@ from kvfold.layout.pages import cache_layout, plain_spec
 from kvfold.models.families import family_of
 from kvfold.models.fold import fold_model
 from kvfold.models.folded import attention_windows
+from matrix import matrix
 from models import CONFIGS, greedy, tiny, tokens
 
 PROMPTS = (5, 33, 70)
@@ -46,8 +47,7 @@ def prompts_of(seed: int = 3) -> list[list[int]]:
     return [tokens(1, length, seed=seed + i)[0].tolist() for i, length in enumerate(PROMPTS)]
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64, 512])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "chunk"), matrix(list(CONFIGS), [1, 7, 64, 512]))
 def test_uncompressed_engine_equals_transformers(name: str, chunk: int) -> None:
     model = tiny(name)
     wanted = [greedy(model, prompt, NEW) for prompt in prompts_of()]

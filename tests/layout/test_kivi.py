@@ -21,6 +21,7 @@ from kvfold.layout import CacheSpec, LayerSpec
 from kvfold.layout.formats.integers import unpack
 from kvfold.layout.pages import CacheLayout, Latent, cache_layout
 from kvfold.ops.store import residual as kivi
+from matrix import slow
 from models import tiny, tokens
 from steps import logits_of
 from store_cases import FLOATS, numbers, one_layer
@@ -385,10 +386,10 @@ def serve(
     "settings",
     [
         {"format": "kivi", "bits": 2, "residual": 16},
-        {"format": "kivi", "bits": 4, "residual": 24},
+        slow({"format": "kivi", "bits": 4, "residual": 24}),
         {"bits": 2, "residual": 16},
-        {"bits": 4, "residual": 24},
-        {"format": "gear", "bits": 2, "residual": 16},
+        slow({"bits": 4, "residual": 24}),
+        slow({"format": "gear", "bits": 2, "residual": 16}),
     ],
     ids=["kivi2", "kivi4", "integers2", "integers4", "gear2"],
 )

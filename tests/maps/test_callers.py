@@ -19,6 +19,7 @@ from kvfold.models.positions import QUANTIZED, fit_static
 from kvfold.utils.errors import SettingError
 from kvfold.utils.versions import cache_argument
 from maps_rope_cases import sidecar
+from matrix import matrix
 from models import tiny
 from models import tokens as ids_of
 
@@ -67,9 +68,9 @@ CACHES = {
 }
 
 
-@pytest.mark.parametrize("how", NAMES)
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "recipe", "how"), matrix(list(MODELS), list(RECIPES), list(NAMES))
+)
 def test_caches_of_generate(name: str, recipe: str, how: str) -> None:
     original, model = pair(name, recipe, how)
     ids, mask = ids_of(2, LONG), torch.ones(2, LONG, dtype=torch.long)
@@ -346,7 +347,8 @@ def test_export_leaves_the_model_as_it_was(both) -> None:
         close(x, logits(both[0], ids))
 
 
-@pytest.mark.parametrize("how", ["maps", pytest.param("folded", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["maps", "folded"])
 def test_compile_of_one_graph(how: str) -> None:
     """Without a break: a whole prompt, then chunks and tokens through caches, and `generate`."""
     original, model = pair("llama-gqa", "lean", how)

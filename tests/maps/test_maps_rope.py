@@ -30,6 +30,7 @@ from maps_cases import CHUNKS, EXPANDED, NEAR, ROUNDED, apart, in_chunks
 from maps_engine_cases import engine_logits
 from maps_rope_cases import REFUSED, maps_of, sidecar
 from maps_users_cases import GENERATE, generated, logits
+from matrix import matrix
 from model_types import TYPES, config, tiny
 from sidecar_cases import TEXT, bytes_tokenizer, nats
 
@@ -293,6 +294,7 @@ def stepwise(model, ids, places):
         yield logits(model, ids[:, part], position_ids=places[:, part], **cache_argument(cache))
 
 
+@pytest.mark.slow
 def test_torch_compile(few) -> None:
     model = tiny("llama")
     wanted = logits(model, few)
@@ -364,8 +366,10 @@ def compressed(name: str, recipe: str, keep: float, folder):
     return model, kvfold.compress(model, recipe, keep=keep, **about)
 
 
-@pytest.mark.parametrize("recipe", ["lean", "small"])
-@pytest.mark.parametrize("name", ["llama", "cohere2", "gemma3_text", "gpt_oss", "gpt2", "glm"])
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    matrix(["llama", "cohere2", "gemma3_text", "gpt_oss", "gpt2", "glm"], ["lean", "small"]),
+)
 def test_any_type_is_calibrated_before_rope(name: str, recipe: str, tmp_path) -> None:
     ids = torch.randint(3, 127, (1, 96))
     wanted, lost = logits(tiny(name), ids), []
@@ -418,8 +422,9 @@ PROMPT, STEPS = 21, 4
 SERVED = ("llama", "cohere2", "gemma3_text", "glm", "smollm3", "nanochat", "gpt2")
 
 
-@pytest.mark.parametrize("recipe", ["lean", "small"])
-@pytest.mark.parametrize("name", [x for x in SERVED if x in TYPES])
+@pytest.mark.parametrize(
+    ("name", "recipe"), matrix([x for x in SERVED if x in TYPES], ["lean", "small"])
+)
 def test_steps_of_the_engine_are_those_of_transformers(name: str, recipe: str, tmp_path) -> None:
     ids = torch.randint(3, 127, (PROMPT + STEPS,)).tolist()
     model, made = compressed(name, recipe, 0.5, tmp_path)

@@ -221,7 +221,7 @@ def test_training_goes_on_after_inference_mode(model, ids: torch.Tensor) -> None
     assert max(map(apart, gradients(model, ids), wanted)) < 1e-3
 
 
-@pytest.mark.parametrize("first", ["attach", "compile"])
+@pytest.mark.parametrize("first", ["attach", pytest.param("compile", marks=pytest.mark.slow)])
 def test_torch_compile(model, first: str, ids: torch.Tensor) -> None:
     wanted = logits(model, ids)
     torch._dynamo.reset()

@@ -269,6 +269,7 @@ def compile_few() -> None:
     print_report("in pieces", shared(*of)[0], SHARED_LATENTS[of][0])
 
 
+@pytest.mark.slow
 def test_a_case_of_each_kernel_compiles_well_for_hopper() -> None:
     need_compiler()
     reports = [json.loads(line) for line in run_alone(__file__, "few")]
