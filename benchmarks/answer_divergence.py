@@ -1,21 +1,27 @@
 """What a compressed cache loses along a long answer: KL(original || compressed) by position.
 
     python benchmarks/answer_divergence.py reference:smollm2 --folder made \\
-        --prompts gsm8k-test.jsonl --settings bits-4 bits-4+128 maps-swift-5x maps-small-8x+64
+        --prompts gsm8k-test.jsonl --settings bits-4 bits-4+128 maps-small-8x \\
+        maps-small-9x~whole-128 --pairs maps-small-9x~whole-128 maps-small-8x
 
-The original answers each prompt greedily. Then a setting reads the prompt and the original's answer
-token by token through the paged cache, so every token was decoded with what the setting stored of
-all the tokens before it. Settings are named as in real_tasks.py; `+R` keeps the last 1 to R tokens
-in 16 bits (`--set residual=R`). flips: share of positions where another token is the likeliest.
-Standard errors are over prompts.
+The original answers each question greedily, and never with an end of text. Then a setting reads the
+prompt and the original's answer, where every token attends to what the setting stored of all the
+tokens before it: as in decoding, but many tokens at once (`windowed`). --shots: as many questions
+with the original's own answers stand before each. Settings are named as in real_tasks.py. `+R`
+keeps the last 1 to R tokens in 16 bits (`--set residual=R`). `~KIND-TOKENS-FIRST` adds an exact
+window, which kvfold has not (`windowed.Window`).
+
+flips: share of positions where another token is the likeliest. smaller: than 16 bits a number, at a
+context of so many tokens. growth: KL in the last quarter less KL in the first. pairs: the KL of one
+setting less that of another. Standard errors are over questions, which pairs share.
 """
 
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -25,39 +31,62 @@ from kvfold.cli.bench_common import versions
 from kvfold.config import CacheConfig
 from kvfold.engine.runner.build import build_runner
 from kvfold.engine.runner.trial import run_tokens
-from kvfold.evaluation.dense import DenseSession, inference
 from kvfold.hub.loading import load, load_tokenizer
 from kvfold.maps.sidecar import Sidecar
 from kvfold.utils.chat import encode_chat
 from kvfold.utils.files import write_json
 from real_tasks import MAPS, planned
+from windowed import Reader, Window, spec_of, windowed
 
 PAGE, POOL = 32, 2**31  # bytes of the page pool
+CONTEXTS = (1024, 8192)  # tokens at which sizes are stated
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True)
 class Answers:
-    """The original's: token ids of B prompts, of B answers of N tokens each, and the log-
-    probabilities [N, B, V] before each of them."""
+    """Token ids that stand before all B prompts, of the rest of each prompt, and of its answer of N
+    tokens; and the original's log-probabilities [N, V] before each of them."""
 
+    before: list[int]
     prompts: Sequence[list[int]]
-    tokens: Tensor
-    logp: Tensor
+    tokens: Sequence[list[int]]
+    logp: Sequence[Tensor]
+
+    @classmethod
+    def of(cls, model: Any, prompts: Sequence[list[int]], tokens: Sequence[list[int]]) -> Self:
+        """Answers with the original's distributions along them."""
+        same = next(i for i, x in enumerate(zip(*prompts, strict=False)) if len(set(x)) > 1)
+        found = cls(
+            before=prompts[0][:same], prompts=[x[same:] for x in prompts], tokens=tokens, logp=()
+        )
+        with windowed(model, None, 16, Window()) as read:
+            return replace(found, logp=list(found.read(read)))
+
+    def read(self, read: Reader) -> Iterator[Tensor]:
+        """A reader's log-probabilities [N, V] along each answer."""
+        if self.before:
+            read.remember(self.before)
+        for prompt, answer in zip(self.prompts, self.tokens, strict=True):
+            logits = read(prompt + answer[:-1])[-len(answer) :]
+            yield logits.float().log_softmax(-1)
 
 
-@torch.no_grad()
-def answered(model: Any, prompts: Sequence[list[int]], count: int) -> Answers:
-    """Answer every prompt greedily with `count` tokens; ends of texts do not end it."""
-    tokens, steps = [], []
-    for prompt in prompts:
-        with inference(model), DenseSession(model) as session:
-            logits, mine = session.read(prompt), []
-            for _ in range(count):
-                mine.append((int(logits.argmax()), logits.float().log_softmax(-1).cpu()))
-                logits = session.read([mine[-1][0]])
-        tokens.append([token for token, _ in mine])
-        steps.append(torch.stack([logp for _, logp in mine]))
-    return Answers(prompts=prompts, tokens=torch.tensor(tokens), logp=torch.stack(steps, 1))
+def answered(
+    model: Any, prompts: Sequence[list[int]], count: int, end: int | None = None
+) -> list[list[int]]:
+    """Answer every prompt greedily with `count` tokens, none of which is `end`."""
+    answers: list[list[int]] = [[] for _ in prompts]
+    longest = -(-(max(map(len, prompts)) + count) // PAGE) * PAGE
+    config = CacheConfig(kv_bytes=POOL)
+    runner = build_runner(model, config, num_slots=len(prompts), max_tokens=longest)
+    for logits in run_tokens(runner, prompts, answers):  # which reads what is appended here
+        if len(answers[0]) == count:
+            break
+        if end is not None:
+            logits[:, end] = -torch.inf
+        for answer, token in zip(answers, logits.argmax(-1).tolist(), strict=True):
+            answer.append(token)
+    return answers
 
 
 def chat(asked: dict[str, str], before: Sequence[dict[str, str]]) -> list[dict[str, str]]:
@@ -68,42 +97,35 @@ def chat(asked: dict[str, str], before: Sequence[dict[str, str]]) -> list[dict[s
 
 
 class Setting:
-    """A setting's name, such as bits-4+128 or maps-swift-5x, and where its maps are."""
+    """A setting's name, such as bits-4+128 or maps-swift-5x~whole-64, and where its maps are."""
 
     def __init__(self, name: str, given: argparse.Namespace) -> None:
         self.name, self.given = name, given
-        self.base, _, last = name.partition("+")
-        self.residual = int(last) if last else None
+        plain, _, window = name.partition("~")
+        self.base, _, last = plain.partition("+")
+        self.window = Window.parse(window or f"residual-{last}") if window or last else Window()
         self.maps = given.folder / self.base if self.base.startswith(MAPS) else None
         kind, _, bits = self.base.partition("-")
         if not self.maps and self.base != "original" and (kind != "bits" or not bits.isdigit()):
             raise SystemExit(f"settings are original, bits-N and maps-RECIPE-Nx; got {name}")
-        self.bits = int(bits) if bits and not self.maps else None
+        self.bits = None if self.maps else int(bits or 16)
 
     def make(self) -> None:
         if self.maps and not self.maps.exists():
             wanted = planned(self.base.removeprefix(MAPS))
             kvfold.compress(self.given.model, output=self.maps, check=False, **wanted)
 
-    def logits(self, model: Any, answers: Answers) -> Iterator[Tensor]:
-        """Logits [B, V] before each token of the answers."""
-        longest = max(map(len, answers.prompts)) + answers.tokens.shape[1]
-        runner = build_runner(
-            model,
-            CacheConfig(bits=self.bits, residual=self.residual, kv_bytes=POOL),
-            num_slots=len(answers.prompts),
-            max_tokens=-(-longest // PAGE) * PAGE,
-            maps=Sidecar.load(self.maps) if self.maps else None,
-        )
-        yield from run_tokens(runner, answers.prompts, answers.tokens[:, :-1].tolist())
-
     def measured(self, model: Any, answers: Answers) -> dict[str, Any]:
+        sidecar = Sidecar.load(self.maps) if self.maps else None
         lost, flips = [], []
-        for original, logits in zip(answers.logp, self.logits(model, answers), strict=True):
-            own = logits.float().log_softmax(-1).cpu()
-            lost.append((original.exp() * (original - own)).sum(-1))
-            flips.append(own.argmax(-1) != original.argmax(-1))
-        return {"setting": self.name} | summary(torch.stack(lost), torch.stack(flips).float())
+        with windowed(model, sidecar, self.bits, self.window) as read:
+            for before, own in zip(answers.logp, answers.read(read), strict=True):
+                lost.append((before.exp() * (before - own)).sum(-1))
+                flips.append((own.argmax(-1) != before.argmax(-1)).float())
+        sizes = {x: self.window.smaller(spec_of(model, sidecar), self.bits, x) for x in CONTEXTS}
+        smaller = {str(x): round(size, 3) for x, size in sizes.items()}
+        found = {"setting": self.name, "smaller": smaller}
+        return found | summary(torch.stack(lost, 1), torch.stack(flips, 1))
 
 
 def summary(lost: Tensor, flips: Tensor) -> dict[str, Any]:
@@ -115,14 +137,46 @@ def summary(lost: Tensor, flips: Tensor) -> dict[str, Any]:
     }
     return {
         name: {"kl": mean(lost[part]), "flips": mean(flips[part])} for name, part in parts.items()
-    } | {"worst": float(lost.max())}
+    } | {
+        "worst": float(lost.max()),
+        "growth": mean(lost[3 * size : 4 * size].mean(0) - lost[:size].mean(0)),
+        "prompts": [round(x, 6) for x in lost.double().mean(0).tolist()],
+    }
 
 
 def mean(values: Tensor) -> list[float]:
-    """Of [N, B]: the mean, and its standard error over the B prompts."""
-    means = values.double().mean(0)
+    """Of [N, B] or [B]: the mean, and its standard error over the B prompts."""
+    means = values.double().view(-1, values.shape[-1]).mean(0)
     error = means.std() / len(means) ** 0.5 if len(means) > 1 else torch.tensor(torch.nan)
     return [round(float(means.mean()), 6), round(float(error), 6)]
+
+
+def difference(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, Any]:
+    """The KL of one setting less that of another, paired by prompt."""
+    first, second = (next(x for x in rows if x["setting"] == name) for name in names)
+    pairs = torch.tensor([first["prompts"], second["prompts"]])
+    return {"setting": names[0], "less": names[1], "kl": mean(pairs[0] - pairs[1])}
+
+
+def prepared(model: Any, given: argparse.Namespace) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts, and the original's answers, which --answers keeps for later runs."""
+    tokenizer = load_tokenizer(given.model)
+    lines = given.prompts.read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines[: given.count + given.shots]]
+    if given.answers and given.answers.exists():
+        answers = json.loads(given.answers.read_text(encoding="utf-8"))["answers"]
+    else:
+        prompts = [encode_chat(tokenizer, chat(x, [])) for x in rows]
+        answers = answered(model, prompts, given.tokens, tokenizer.eos_token_id)
+        if given.answers:
+            write_json(given.answers, {"answers": answers})
+    told = [
+        {"question": row["question"], "answer": tokenizer.decode(answer)}
+        for row, answer in zip(rows[: given.shots], answers, strict=False)
+    ]
+    asked = rows[given.shots :]
+    prompts = [encode_chat(tokenizer, chat(x, told)) for x in asked]
+    return prompts, answers[given.shots : len(rows)]
 
 
 def main() -> None:
@@ -131,30 +185,32 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="where maps are kept")
     parser.add_argument("--prompts", type=Path, required=True, help="GSM8K's file")
     parser.add_argument("--settings", nargs="+", required=True)
-    parser.add_argument("--count", type=int, default=8, help="prompts")
-    parser.add_argument("--shots", type=int, default=0, help="solved questions before each")
-    parser.add_argument("--tokens", type=int, default=256, help="of an answer")
+    parser.add_argument("--pairs", nargs=2, action="append", default=[], help="settings")
+    parser.add_argument("--count", type=int, default=12, help="questions")
+    parser.add_argument("--shots", type=int, default=0, help="answered questions before each")
+    parser.add_argument("--tokens", type=int, default=192, help="of an answer")
+    parser.add_argument("--answers", type=Path, help="file that keeps them for later runs")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     settings = [Setting(name, given) for name in given.settings]
     for setting in settings:
         setting.make()
-    model, tokenizer = load(given.model, dtype=given.dtype), load_tokenizer(given.model)
-    lines = given.prompts.read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines[: given.count + given.shots]]
-    chats = [chat(rows[given.shots + i], rows[: given.shots]) for i in range(given.count)]
-    answers = answered(model, [encode_chat(tokenizer, x) for x in chats], given.tokens)
-    found = []
+    model = load(given.model, dtype=given.dtype)
+    answers = Answers.of(model, *prepared(model, given))
+    found: list[dict[str, Any]] = []
     for setting in settings:
         found.append(setting.measured(model, answers))
         print(found[-1], flush=True)
         if given.json:
+            known = {x["setting"] for x in found}
             told = {
                 "model": given.model,
                 "tokens": given.tokens,
-                "prompts": given.count,
+                "prompts": len(answers.prompts),
+                "prompt_tokens": [len(answers.before) + len(x) for x in answers.prompts],
                 "shots": given.shots,
+                "pairs": [difference(found, x) for x in given.pairs if known.issuperset(x)],
             }
             about = {"dtype": given.dtype, "versions": versions(model.device)}
             write_json(given.json, told | about | {"rows": found})

@@ -26,6 +26,7 @@ PAGES = (
     "docs/lm-eval.md",
     "docs/recipes.md",
     "docs/start.md",
+    "docs/lab/answers.md",
     "docs/lab/composites.md",
     *(f"docs/papers/{name}.md" for name in ("kv-compress", "lorc", "palu", "zack", "zdc")),
 )
@@ -455,7 +456,34 @@ def lost(file: str, name: str) -> str:
     return STEPS["nats"](CLAIMS.lost(file, name, "wiki-heldout")) + CLAIMS.mark(file, name)
 
 
-QUALITY = (qwen, answers, smollm2, lm_eval, published, eviction)
+def divergence() -> str:
+    """What SmolLM2-135M-Instruct loses along its own answers, by setting."""
+
+    def line(file: str, row: Row) -> list[str]:
+        quarters = [x["kl"][0] for name, x in row.items() if " to " in name]
+        sizes = [smaller(row["smaller"][x]) for x in ("1024", "8192")]
+        losses = [f"{row['all']['kl'][0]:.4f} ± {row['all']['kl'][1]:.4f}"]
+        losses += [f"{x:.3f}" for x in (quarters[0], quarters[-1])]
+        label = f"`{row['setting']}`" + mark(file, row["setting"])
+        return [label, *sizes, *losses, f"{100 * row['all']['flips'][0]:.1f} %"]
+
+    head = ["setting", "smaller at 1K", "at 8K", "KL", "first quarter", "last quarter", "flips"]
+    files = ("answer-divergence-smollm2", "answer-divergence-windows-smollm2")
+    return markdown(head, [line(x, row) for x in files for row in results(x)["rows"]])
+
+
+def windows() -> str:
+    """What exact tokens win, paired by question."""
+    files = ("answer-divergence-windows-smollm2", "answer-divergence-smollm2")
+    pairs = [x for file in files for x in results(file)["pairs"]]
+    lines = [
+        [f"`{x['setting']}`", f"`{x['less']}`", f"{x['kl'][0]:+.4f} ± {x['kl'][1]:.4f}"]
+        for x in pairs
+    ]
+    return markdown(["setting", "instead of", "KL"], lines)
+
+
+QUALITY = (qwen, answers, smollm2, lm_eval, published, eviction, divergence, windows)
 SPEED = (
     vllm,
     qwen_steps,
