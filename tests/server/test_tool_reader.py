@@ -15,6 +15,7 @@ from kvfold.server.tools.mistral import MistralList, MistralNames
 from kvfold.server.tools.request import Function, ToolUse
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+OBJECT = '{"name": "f", "arguments": {"a": 1}}'
 F = ("f", '{"a": 1}')
 # Format, text, content, calls.
 READ: dict[str, tuple[type[ToolFormat], str, str | None, list[tuple[str, str]]]] = {
@@ -43,7 +44,11 @@ READ: dict[str, tuple[type[ToolFormat], str, str | None, list[tuple[str, str]]]]
         None,
         [F],
     ),
-    "bare JSON": (Hermes, '{"name": "f", "arguments": {"a": 1}}', None, [F]),
+    "bare JSON": (Hermes, OBJECT, None, [F]),
+    "bare JSON twice": (Hermes, f"{OBJECT}\n{OBJECT}", None, [F, F]),
+    "tag of functions": (Hermes, f"So.\n<tools>\n{OBJECT}\n</tools>", "So.", [F]),
+    "two calls in a tag": (Hermes, f"<tools>\n{OBJECT}\n{OBJECT}\n</tools>", None, [F, F]),
+    "an object after a call": (Hermes, f'{OBJECT}\n{{"a": 1}}', '\n{"a": 1}', [F]),
     "llama": (Llama3, '{"name": "f", "parameters": {"a": 1}}', None, [F]),
     "llama with a type": (
         Llama3,
@@ -82,6 +87,11 @@ CONTENT: list[tuple[type[ToolFormat], str]] = [
     (Hermes, '<tool_call>f {"name": "f", "arguments": {}}'),
     (Hermes, '```json\n{"x": {"name": "f", "arguments": {}}}\n```'),
     (Hermes, '{"name": "Bob", "age": 3}'),
+    (
+        Hermes,
+        '<tools>\n{"type": "function", "function": {"name": "f", "parameters": {}}}\n</tools>',
+    ),
+    (Hermes, "Between <tools> and </tools>"),
     (Hermes, 'Like {"name": "f", "arguments": {}}'),
     (Llama3, '<|python_tag|>brave.call(x="1")'),
     (Llama3, 'Hello {"name": "f", "parameters": {"a": 1}}'),

@@ -13,10 +13,10 @@ from kvfold.server.tools.base import ToolFormat, json_begin
 class Hermes(ToolFormat):
     name = "Hermes"
     marker = "<tool_call>"
-    # Qwen2.5-Coder writes its calls in blocks of JSON.
-    other_markers = ("```json\n", "```\n")
+    # Qwen2.5-Coder writes its calls in blocks of JSON, and in the tag that lists the functions.
+    other_markers = ("```json\n", "```\n", "<tools>")
     bare = True
-    ends = ("</tool_call>", "```")
+    ends = ("</tool_call>", "```", "</tools>")
     end = "}\n</tool_call>"
 
     @classmethod

@@ -98,8 +98,8 @@ class MessageReader:
 
 
 def _reasoning(text: str) -> Json:
-    """Under both names that clients read: vLLM's, and DeepSeek's and SGLang's."""
-    return {"reasoning": text, "reasoning_content": text} if text else {}
+    """Under vLLM's name alone: openai-agents shows a stream's reasoning twice if it has two."""
+    return {"reasoning": text} if text else {}
 
 
 def _tool_calls(calls: dict[int, Json]) -> Json:

@@ -257,6 +257,9 @@ class ToolCallReader:
         elif self.form.separator and text.startswith(self.form.separator):
             self._take(len(self._buffer) - len(text) + len(self.form.separator))
             return self._to_call()
+        elif self.form.bare and not self.strict and text.startswith("{"):
+            self._skip_space()  # Qwen2.5-Coder writes calls below each other
+            return self._to_call()
         elif not last and (not text or any(x.startswith(text) for x in ends)):
             return False
         self._state = self._read_content
