@@ -14,8 +14,8 @@ right: the calls of a turn are those of the script, each with its name and all a
 answer or in several, and in any order. A conversation is right if all its turns are.
 told: the last answer of a turn holds what a result said, such as the temperature.
 
-With `--choice required` a grammar keeps the first answer of a turn to calls, if the turn needs
-any. Answers after results, and turns without calls, have "auto" as before.
+With `--choice required` a grammar keeps an answer to calls while its turn needs more of them. Other
+answers have "auto" as before.
 """
 
 import argparse
@@ -58,9 +58,9 @@ FUNCTIONS: dict[str, tuple[str, Json]] = {
     "send_email": ("Send an email.", {"to": TEXT, "subject": TEXT}),
 }
 SYSTEM = (
-    "You are a helpful assistant. Use the functions for weather, lists, files, arithmetic, alarms, "
-    "currencies and emails. After their results, answer in one short sentence. Answer other "
-    "messages without functions."
+    "You are a helpful assistant. Call functions for weather, lists, files, arithmetic, alarms, "
+    "currencies and emails, each time that the user asks for one: never make up their results. "
+    "After the results, answer in one short sentence. Answer other messages without functions."
 )
 
 
@@ -308,10 +308,8 @@ class Agent:
         """Send a turn and run its calls, until an answer has none. Returns how it went."""
         self.messages.append({"role": "user", "content": turn.text})
         self.said, called, text = [], list[Call](), ""
-        choice = self.choice if turn.calls else "auto"
         for _ in range(len(turn.calls) + 1 + EXTRA_ANSWERS):
-            calls, text = self._answer(choice)
-            choice = "auto"
+            calls, text = self._answer(self.choice if len(called) < len(turn.calls) else "auto")
             called += calls
             if not calls:
                 break
