@@ -14,8 +14,8 @@ right: the calls of a turn are those of the script, each with its name and all a
 answer or in several, and in any order. A conversation is right if all its turns are.
 told: the last answer of a turn holds what a result said, such as the temperature.
 
-With `--choice required` a grammar keeps an answer to calls while its turn needs more of them. Other
-answers have "auto" as before.
+With `--choice required` a grammar keeps an answer to one call while its turn needs more of them:
+small models do not end a list of calls. Other answers have "auto" as before.
 """
 
 import argparse
@@ -379,6 +379,7 @@ class Benchmark:
             messages=messages,
             tools=tools(),
             tool_choice=choice,
+            parallel_tool_calls=choice == "auto",
             temperature=0,
             max_tokens=MAX_TOKENS,
         )

@@ -30,6 +30,7 @@ class Model:
 
     def answer(self, body: Json) -> Answer:
         self.choices.append(body["tool_choice"])
+        assert body["parallel_tool_calls"] is (body["tool_choice"] == "auto")
         messages = body["messages"]
         last = max(i for i, x in enumerate(messages) if x["role"] == "user")
         turn, answered = self.turns[messages[last]["content"]], messages[last + 1 :]
