@@ -258,7 +258,7 @@ class Bench:
             return 0.0, 0.0, 0
         llm, one = parallel.llm, SamplingParams(max_new_tokens=1)
         assert llm is not None
-        question = list(prompt.token_ids[:QUESTION])
+        question = prompt.token_ids[:QUESTION].tolist()
         first, _ = seconds_of(lambda: llm.generate([question], one, context=packed), self.device)
         return seconds, first, packed.num_bytes
 

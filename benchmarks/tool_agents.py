@@ -33,6 +33,7 @@ from openai import APIStatusError, OpenAI
 
 from kvfold.cli import common
 from kvfold.cli.bench_common import Results, say
+from tool_calls import tools
 
 Json = dict[str, Any]
 Call = tuple[str, Json]  # a function's name and its arguments
@@ -233,24 +234,6 @@ class Script:
         return Turn("chain", asked, calls)
 
 
-def tools() -> list[Json]:
-    return [
-        {
-            "type": "function",
-            "function": {
-                "name": name,
-                "description": description,
-                "parameters": {
-                    "type": "object",
-                    "properties": properties,
-                    "required": list(properties),
-                },
-            },
-        }
-        for name, (description, properties) in FUNCTIONS.items()
-    ]
-
-
 def same_calls(called: Iterable[Call], expected: Iterable[Call]) -> bool:
     """Whether two lists have the same calls, in any order."""
     left = list(expected)
@@ -377,7 +360,7 @@ class Benchmark:
         return self.client.chat.completions.create(
             model=self.model,
             messages=messages,
-            tools=tools(),
+            tools=tools(FUNCTIONS),
             tool_choice=choice,
             parallel_tool_calls=choice == "auto",
             temperature=0,

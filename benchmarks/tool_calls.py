@@ -10,7 +10,7 @@ of its arguments are compared. Greedy. With `--choice required` a grammar keeps 
 import argparse
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -73,7 +73,8 @@ QUESTIONS: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
-def tools() -> list[dict[str, Any]]:
+def tools(functions: Mapping[str, tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Functions (description, JSON schemas of its arguments) by name, as a request has them."""
     return [
         {
             "type": "function",
@@ -82,13 +83,21 @@ def tools() -> list[dict[str, Any]]:
                 "description": description,
                 "parameters": {
                     "type": "object",
-                    "properties": {key: {"type": kind} for key, kind in types.items()},
-                    "required": list(types),
+                    "properties": properties,
+                    "required": list(properties),
                 },
             },
         }
-        for name, (description, types) in FUNCTIONS.items()
+        for name, (description, properties) in functions.items()
     ]
+
+
+OFFERED = tools(
+    {
+        name: (description, {key: {"type": kind} for key, kind in types.items()})
+        for name, (description, types) in FUNCTIONS.items()
+    }
+)
 
 
 def ask(client: Any, model: str, choice: str, case: tuple[str, str, Any]) -> dict[str, Any]:
@@ -98,7 +107,7 @@ def ask(client: Any, model: str, choice: str, case: tuple[str, str, Any]) -> dic
     answer = client.chat.completions.create(
         model=model,
         messages=[{"role": "user", "content": question}],
-        tools=tools(),
+        tools=OFFERED,
         tool_choice=choice,
         temperature=0,
         max_tokens=96,

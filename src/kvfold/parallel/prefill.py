@@ -36,14 +36,14 @@ from kvfold.utils.versions import cache_argument
 class Prefilled:
     """The result of a prefill.
 
-    token_ids: the N tokens of the prompt.
+    token_ids int64 [N]: of the prompt.
     logits [V]: after the last token, on every rank.
     counts: tokens of each rank; a rank's tokens are consecutive.
     hidden [n, D]: last hidden states of this rank's tokens.
     entries: cache entries [n, R] of this rank's tokens per layer; empty if they were not kept.
     """
 
-    token_ids: tuple[int, ...]
+    token_ids: Tensor
     logits: Tensor
     counts: tuple[int, ...]
     hidden: Tensor
@@ -131,7 +131,7 @@ class SequenceParallel:
         logits = self.family.logits(self.model, hidden[-1])
         dist.broadcast(logits, dist.get_global_rank(self.group, self.size - 1), group=self.group)
         return Prefilled(
-            token_ids=tuple(tokens.tolist()),
+            token_ids=tokens,
             logits=logits,
             counts=tuple(counts),
             hidden=hidden,
@@ -156,7 +156,9 @@ class SequenceParallel:
             raise SettingError(f"`rank` must be in 0..{self.size - 1}, got {rank!r}")
         entries = (self._gathered(x, prompt.counts, to=rank) for x in prompt.entries)
         try:
-            return self.llm.pack_entries(prompt.token_ids, entries) if rank == self.rank else None
+            if rank != self.rank:
+                return None
+            return self.llm.pack_entries(prompt.token_ids.tolist(), entries)
         finally:
             for _ in entries:  # others wait until theirs are taken
                 pass

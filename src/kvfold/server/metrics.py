@@ -172,36 +172,32 @@ class _EngineState(Collector):
                 compressions.num_evicted,
             ),
         ):
-            counter = CounterMetricFamily(name, text, labels=["model_name"])
-            counter.add_metric([self.model], value)
-            yield counter
-        pool_bytes = GaugeMetricFamily(
+            yield self._counter(name, text, value)
+        yield self._labelled(
+            GaugeMetricFamily,
             "kvfold:pool_bytes",
             "Bytes of the pool's pages, by state.",
-            labels=["model_name", "state"],
+            "state",
+            {
+                "total": pool.num_bytes,
+                "used": used,
+                "kept": pool.evictable_bytes,
+                "free": pool.free_bytes,
+            },
         )
-        for state, count in (
-            ("total", pool.num_bytes),
-            ("used", used),
-            ("kept", pool.evictable_bytes),
-            ("free", pool.free_bytes),
-        ):
-            pool_bytes.add_metric([self.model, state], count)
-        yield pool_bytes
-        token_bytes = GaugeMetricFamily(
+        yield self._labelled(
+            GaugeMetricFamily,
             "kvfold:token_bytes",
             "Bytes of a token: uncompressed at 16 bits, with the kept dimensions, with their bits, "
             "and as stored in pages.",
-            labels=["model_name", "axis"],
+            "axis",
+            {
+                "uncompressed": 2 * geometry.full_numbers,
+                "dimensions": layout.spec.bytes_per_token(),
+                "bits": layout.bits_per_token / 8,
+                "pages": layout.page_bytes / layout.page,
+            },
         )
-        for axis, size in (
-            ("uncompressed", 2 * geometry.full_numbers),
-            ("dimensions", layout.spec.bytes_per_token()),
-            ("bits", layout.bits_per_token / 8),
-            ("pages", layout.page_bytes / layout.page),
-        ):
-            token_bytes.add_metric([self.model, axis], size)
-        yield token_bytes
         if self.contexts:
             yield self._context_bytes()
         if (shadow := self.llm.engine.shadow) is not None:
@@ -210,40 +206,31 @@ class _EngineState(Collector):
 
     def _shadow(self, totals: ShadowTotals) -> Iterator[Metric]:
         """What the original model says about a sample of the requests."""
-        for name, text, label, values in (
-            (
-                "kvfold:shadow_requests",
-                "Choices drawn for shadow scoring, by what became of them.",
-                "outcome",
-                {
-                    "scored": totals.num_scored,
-                    "dropped": totals.num_dropped,
-                    "skipped": totals.num_skipped,
-                    "failed": totals.num_failed,
-                },
-            ),
-            (
-                "kvfold:shadow_loss_nats",
-                "Sums of token losses above 0, and of those below 0 without their sign.",
-                "sign",
-                {"positive": totals.positive, "negative": totals.negative},
-            ),
-        ):
-            labelled = CounterMetricFamily(name, text, labels=["model_name", label])
-            for value, count in values.items():
-                labelled.add_metric([self.model, value], count)
-            yield labelled
-        for name, text, count in (
-            ("kvfold:shadow_tokens", "Scored tokens of answers.", totals.num_tokens),
-            (
-                "kvfold:shadow_differing_tokens",
-                "Scored tokens where the likeliest token of the two models differs.",
-                totals.num_differing,
-            ),
-        ):
-            counter = CounterMetricFamily(name, text, labels=["model_name"])
-            counter.add_metric([self.model], count)
-            yield counter
+        yield self._labelled(
+            CounterMetricFamily,
+            "kvfold:shadow_requests",
+            "Choices drawn for shadow scoring, by what became of them.",
+            "outcome",
+            {
+                "scored": totals.num_scored,
+                "dropped": totals.num_dropped,
+                "skipped": totals.num_skipped,
+                "failed": totals.num_failed,
+            },
+        )
+        yield self._labelled(
+            CounterMetricFamily,
+            "kvfold:shadow_loss_nats",
+            "Sums of token losses above 0, and of those below 0 without their sign.",
+            "sign",
+            {"positive": totals.positive, "negative": totals.negative},
+        )
+        yield self._counter("kvfold:shadow_tokens", "Scored tokens of answers.", totals.num_tokens)
+        yield self._counter(
+            "kvfold:shadow_differing_tokens",
+            "Scored tokens where the likeliest token of the two models differs.",
+            totals.num_differing,
+        )
         histogram = HistogramMetricFamily(
             "kvfold:shadow_token_loss_nats",
             "Log-probability of a scored token as served, minus that under the original model.",
@@ -256,16 +243,35 @@ class _EngineState(Collector):
 
     def _context_bytes(self) -> Metric:
         prefixes = self.llm.engine.scheduler.prefix_cache
-        labels = ["model_name", "context"]
-        gauge = GaugeMetricFamily(
+        return self._labelled(
+            GaugeMetricFamily,
             "kvfold:context_bytes",
             "Bytes of a packed context in the pool; 0: not loaded.",
-            labels=labels,
+            "context",
+            {
+                name: context.num_bytes if prefixes.is_loaded(context) else 0
+                for name, context in self.contexts.items()
+            },
         )
-        for name, context in self.contexts.items():
-            size = context.num_bytes if prefixes.is_loaded(context) else 0
-            gauge.add_metric([self.model, name], size)
-        return gauge
+
+    def _labelled(
+        self,
+        kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
+        name: str,
+        text: str,
+        label: str,
+        values: Mapping[str, float],
+    ) -> Metric:
+        """A metric with a value for each value of a label."""
+        metric = kind(name, text, labels=["model_name", label])
+        for key, value in values.items():
+            metric.add_metric([self.model, key], value)
+        return metric
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        counter = CounterMetricFamily(name, text, labels=["model_name"])
+        counter.add_metric([self.model], value)
+        return counter
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         gauge = GaugeMetricFamily(name, text, labels=["model_name"])

@@ -239,15 +239,14 @@ class LLM:
             packer = Packer(self.runner, self.tokenizer, self.engine.scheduler.chunk, progress)
             return self._packed(ids, *packer.pack(ids, factor, measure))
 
-    def pack_entries(self, token_ids: Sequence[int], entries: Iterable[Tensor]) -> PackedContext:
+    def pack_entries(self, ids: list[int], entries: Iterable[Tensor]) -> PackedContext:
         """Pack a text whose cache entries were computed elsewhere by this LLM's model, as
         `kvfold.parallel` does.
 
-        entries: of each layer in order, [N, R] of the N tokens.
+        ids: the N tokens. entries: of each layer in order, [N, R].
 
         Running requests wait meanwhile. Raises SettingError if the text does not fit.
         """
-        ids = list(token_ids)
         full_bytes = 2 * self.runner.pool.layout.spec.geometry.full_numbers * len(ids)
         with self.engine.lock.hold():
             packer = Packer(self.runner, self.tokenizer, self.engine.scheduler.chunk, None)

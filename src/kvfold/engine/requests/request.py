@@ -175,10 +175,11 @@ class Request:
         self.token_ids.append(token)
         if logprobs is None:
             return
-        if self.served is not None:
-            self.served.append(logprobs)
-        wanted = self.sampling.logprobs
-        if wanted is not None:
+        if self.served is None:
+            self.logprobs.append(logprobs)
+            return
+        self.served.append(logprobs)
+        if (wanted := self.sampling.logprobs) is not None:
             self.logprobs.append(replace(logprobs, top=logprobs.top[:wanted]))
 
     @property
