@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kvfold import LLM, SamplingParams
+from kvfold.bench.synthetic_engine import random_model
 from kvfold.calibration.text import calibration_text
 from kvfold.cli.common import versions
 from kvfold.engine.requests.request import Batch
@@ -26,6 +27,7 @@ from kvfold.evaluation.perplexity import mean_and_se
 from kvfold.hub.loading import load, load_tokenizer
 from kvfold.utils.files import write_json
 
+RANDOM = "random:"  # before a shape: a model of random weights, for times alone
 SHARE = 2 / 3  # of the pool that all requests need
 RUNS: dict[str, dict[str, Any]] = {
     "whole pool": {"bits": 8},
@@ -103,9 +105,18 @@ def main() -> None:
     parser.add_argument("--no-loss", action="store_true")
     parser.add_argument("--json", type=Path, required=True)
     given = parser.parse_args()
-    model, tokenizer = load(given.model, device=given.device), load_tokenizer(given.model)
     length = given.prompt + given.outputs
-    texts = texts_of(tokenizer, given.requests, length)
+    if given.model.startswith(RANDOM):
+        model, tokenizer = (
+            random_model(given.model[len(RANDOM) :], None, torch.device(given.device)),
+            None,
+        )
+        make = torch.Generator().manual_seed(0)
+        shape = given.requests, length
+        texts = torch.randint(model.config.vocab_size, shape, generator=make).tolist()
+    else:
+        model, tokenizer = load(given.model, device=given.device), load_tokenizer(given.model)
+        texts = texts_of(tokenizer, given.requests, length)
     rows: dict[str, dict[str, Any]] = {}
     losses: dict[str, dict[int, dict[int, float]]] = {}
     for name in RUNS:
@@ -129,7 +140,7 @@ def main() -> None:
             ]
             mean, error = mean_and_se(torch.stack(change).tolist())
             rows[name] |= {"added_loss_nats": mean, "added_loss_se": error}
-        print(name, rows[name], flush=True)
+        print(name, rows.get(name), flush=True)
     settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(given).items()}
     report = {
         "benchmark": "demotion",

@@ -52,6 +52,19 @@ FLAGS = {  # settings of suites-qwen.json: flags of kvfold, times smaller
     "small-14x": ("`--recipe small --factor 14`", 14),
 }
 
+RULER = (  # settings of ruler-qwen-*.json, how pages name them, times smaller
+    ("bits-8", "`--bits 8`", "2x"),
+    ("bits-4", "`--bits 4`", "3.9x"),
+    ("small-4x", "`--recipe small --factor 4`", "4x"),
+    ("swift-4x", "default (`swift` for speed)", "4x"),
+    ("swift-5x", "`--recipe swift --set prefer=speed --factor 5`", "5x"),
+    ("small-8x", "`--recipe small --factor 8`", "8x"),
+    ("kvzip-before", "`--evict kvzip`, a quarter, question known", "4x"),
+    ("kvzip-after", "`--evict kvzip`, a quarter, question later", "4x"),
+    ("snapkv-before", "`--evict snapkv`, a quarter, question known", "4x"),
+    ("snapkv-after", "`--evict snapkv`, a quarter, question later", "4x"),
+)
+
 
 def results(name: str) -> Any:
     """A file of benchmarks/results."""
@@ -93,6 +106,26 @@ def qwen() -> str:
     head = ["setting", "smaller", "Wikipedia", "Python", "HumanEval, of 164", "GSM8K, of 200"]
     first = ["uncompressed", "1x", "", "", right("original", "code"), right("original", "math")]
     return markdown(head, [first, *(line(name, *x) for name, x in FLAGS.items())])
+
+
+def ruler() -> str:
+    """Scores of RULER, and what settings lose, paired by question."""
+    files = [f"ruler-qwen-{tokens}" for tokens in (4096, 16384)]
+    found = [{row["setting"]: row for row in results(file)["rows"]} for file in files]
+
+    def line(setting: str, label: str, size: str) -> list[str]:
+        rows = [x.get(setting) for x in found]
+        lost = [
+            f"{100 * x['difference']:+.1f} ± {100 * x['difference_se']:.1f}" if x else ""
+            for x in rows
+        ]
+        return [label + mark(files[0], setting), size, *lost]
+
+    scores = [f"{100 * x['original']['score']:.1f} %" for x in found]
+    lines = [["uncompressed", "1x", *scores]]
+    for setting, label, size in RULER:
+        lines.append(line(setting, label, size))
+    return markdown(["setting", "smaller", "4096 tokens", "16384 tokens"], lines)
 
 
 def answers() -> str:
@@ -483,7 +516,7 @@ def windows() -> str:
     return markdown(["setting", "instead of", "KL"], lines)
 
 
-QUALITY = (qwen, answers, smollm2, lm_eval, published, eviction, divergence, windows)
+QUALITY = (qwen, ruler, answers, smollm2, lm_eval, published, eviction, divergence, windows)
 SPEED = (
     vllm,
     qwen_steps,
