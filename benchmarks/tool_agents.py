@@ -15,7 +15,9 @@ answer or in several, and in any order. A conversation is right if all its turns
 told: the last answer of a turn holds what a result said, such as the temperature.
 
 With `--choice required` a grammar keeps an answer to one call while its turn needs more of them:
-small models do not end a list of calls. Other answers have "auto" as before.
+small models do not end a list of calls. Other answers have "auto" as before. With `--choice
+scripted` these have "none": a model that calls functions although nothing is asked of it, as
+Qwen2.5-Coder-1.5B does, then shows whether the calls that were asked for are right.
 """
 
 import argparse
@@ -89,6 +91,12 @@ MIDDLE = (
     *("two", "chain"),
 )
 NUM_TURNS = len(MIDDLE) + 2
+# --choice: tool_choice of answers while their turn needs more calls, and of others.
+CHOICES = {
+    "auto": ("auto", "auto"),
+    "required": ("required", "auto"),
+    "scripted": ("required", "none"),
+}
 MAX_TOKENS = 192  # of an answer
 EXTRA_ANSWERS = 2  # that a turn may have beyond one for each call and one for its results
 
@@ -292,7 +300,8 @@ class Agent:
         self.messages.append({"role": "user", "content": turn.text})
         self.said, called, text = [], list[Call](), ""
         for _ in range(len(turn.calls) + 1 + EXTRA_ANSWERS):
-            calls, text = self._answer(self.choice if len(called) < len(turn.calls) else "auto")
+            needed, unneeded = CHOICES[self.choice]
+            calls, text = self._answer(needed if len(called) < len(turn.calls) else unneeded)
             called += calls
             if not calls:
                 break
@@ -434,7 +443,7 @@ def main(arguments: Iterable[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--url", required=True, help="of the API, with /v1")
     parser.add_argument("--model", help="by default the first that the server names")
-    parser.add_argument("--choice", default="auto", choices=("auto", "required"))
+    parser.add_argument("--choice", default="auto", choices=CHOICES)
     parser.add_argument("--conversations", type=int, default=50)
     parser.add_argument("--turns", type=int, default=NUM_TURNS)
     parser.add_argument("--at-once", type=int, default=8)

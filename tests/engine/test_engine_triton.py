@@ -168,6 +168,25 @@ def test_steps_that_graphs_hold(
         close(metrics[1], metrics[0], 1e-2)
 
 
+def test_graphs_of_their_own_read_demoted_pages(backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two sequences has pages in fewer bits; later, when it has ended, none has."""
+    monkeypatch.setattr(DecodeGraphs, "_capture", lambda *args: Replayed(*args))
+    found = []
+    for name in ("reference", "triton"):
+        backend(name)
+        runner = runner_of(folded(None), bits=8, when_full="demote")
+        if name == "triton":
+            runner.graphs, runner.demoted_graphs = runner._graphs(), runner._graphs()
+        one, two = sequences_of(runner, 70, 9, more=20)
+        step(runner, (one, 70), (two, 9))
+        runner.demote(one)
+        assert runner.pool.coarse is not None and runner.pool.coarse.host_lengths[one.open_slot, 0]
+        found.append(torch.cat([step(runner, (one, 1), (two, 1)), step(runner, (two, 1))]))
+    assert runner.demoted_graphs is not None and list(runner.demoted_graphs.captured) == [2]
+    assert runner.graphs is not None and list(runner.graphs.captured) == [1]
+    close(found[1], found[0])
+
+
 @pytest.mark.parametrize("most", [1, 2, 3, 8, 9, 63, 64, 65, 256, 257])
 def test_sizes_of_graphs_are_few_and_none_is_much_too_large(most: int) -> None:
     sizes = sizes_up_to(most)

@@ -127,11 +127,15 @@ def test_a_model_without_mistakes_has_all_right(
     assert "right calls in 2 of 2 conversations and 40 of 40 turns; about 0 s left" in err
 
 
-def test_calls_are_required_where_a_turn_needs_them(url: str, model: Model, tmp_path: Path) -> None:
-    assert run(url, tmp_path, "--choice", "required")["totals"]["right"] == 2
+@pytest.mark.parametrize(("choice", "others"), [("required", "auto"), ("scripted", "none")])
+def test_calls_are_required_where_a_turn_needs_them(
+    url: str, model: Model, tmp_path: Path, choice: str, others: str
+) -> None:
+    assert run(url, tmp_path, "--choice", choice)["totals"]["right"] == 2
     turns = [x for seed in range(2) for x in Script(seed).turns]
     needs = sum(2 if x.kind == "chain" else bool(x.calls) for x in turns)
     assert model.choices.count("required") == needs
+    assert set(model.choices) == {"required", others}
 
 
 def test_each_mistake_makes_its_turn_wrong(url: str, model: Model, tmp_path: Path) -> None:

@@ -187,8 +187,11 @@ class AttentionMetadata:
         )
 
     @classmethod
-    def for_decodes(cls, view: PoolView, slots: Tensor, positions: Tensor) -> "AttentionMetadata":
-        """Metadata for one token per sequence without any host data: slots, positions int64 [B]."""
+    def for_decodes(
+        cls, view: PoolView, slots: Tensor, positions: Tensor, demoted: bool = False
+    ) -> "AttentionMetadata":
+        """Metadata for one token per sequence without any host data: slots, positions int64 [B].
+        demoted: sequences may have rows that were demoted to fewer bits."""
         return cls(
             first_token=0,
             slots=slots,
@@ -200,7 +203,7 @@ class AttentionMetadata:
             prompt_lengths=torch.zeros_like(slots) if view.observes_decodes else None,
             decode=True,
             coarse=cls.for_decodes(view.coarse, slots, positions)
-            if view.coarse is not None and view.reads_coarse()
+            if view.coarse is not None and (demoted or view.reads_coarse())
             else None,
         )
 

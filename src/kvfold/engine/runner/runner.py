@@ -22,7 +22,7 @@ from kvfold.engine.runner import cpu_fused
 from kvfold.engine.runner.compiled import Compiled, wanted
 from kvfold.engine.runner.demotion import Demoter
 from kvfold.engine.runner.eviction import Eviction
-from kvfold.engine.runner.graphs import DecodeGraphs
+from kvfold.engine.runner.graphs import DecodeGraphs, Forward
 from kvfold.engine.runner.metadata import build_attention_metadata, decodes
 from kvfold.engine.runner.page_demotion import PageDemoter
 from kvfold.engine.runner.prompt_logprobs import score_prompts
@@ -99,6 +99,8 @@ class ModelRunner:
         if no_numba(self.device.type) is None and not self.has_sidecar:
             cpu_fused.install(self.model, self.family)
         self.graphs = self._graphs() if self.attention.supports_graphs else None
+        # Graphs of steps that read demoted pages, too: planning and launches for both pools.
+        self.demoted_graphs = self._graphs() if self.graphs and self.page_demoter else None
 
     def _graphs(self) -> DecodeGraphs:
         most, padding_slot = self.pool.num_slots, self.pool.padding_slot
@@ -108,13 +110,14 @@ class ModelRunner:
     @contextmanager
     def eager(self) -> Iterator[DecodeGraphs | None]:
         """Run without CUDA graphs, which it yields, and without torch.compile."""
-        graphs, self.graphs = self.graphs, None
+        graphs, demoted = self.graphs, self.demoted_graphs
+        self.graphs = self.demoted_graphs = None
         if self.compiled is not None:
             self.compiled.remove()
         try:
             yield graphs
         finally:
-            self.graphs = graphs
+            self.graphs, self.demoted_graphs = graphs, demoted
             if self.compiled is not None:
                 self.compiled.install()
 
@@ -128,10 +131,12 @@ class ModelRunner:
             try:
                 with torch.inference_mode():
                     self.graphs.warm_up(self._decode)
+                    if self.demoted_graphs is not None:
+                        self.demoted_graphs.warm_up(self._decode_demoted)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
-                self.graphs = None
+                self.graphs = self.demoted_graphs = None
                 warnings.warn(
                     "CUDA graphs of the model could not be captured, so that steps take longer:"
                     f" {str(error).splitlines()[0]}",
@@ -170,10 +175,13 @@ class ModelRunner:
     def run(self, batch: Batch, tokens: Tensor | None = None) -> Tensor:
         """Run a batch and write its cache entries. Returns logits [chunks with logits, V] of the
         model's dtype, which the next call may overwrite. tokens: see `Runner.run`."""
-        graphs = self.graphs
-        if graphs is not None and graphs.fits(batch) and not self._reads_demoted(batch):
+        graphs: DecodeGraphs | None = self.graphs
+        decode: Forward = self._decode
+        if self._reads_demoted(batch):
+            graphs, decode = self.demoted_graphs, self._decode_demoted
+        if graphs is not None and graphs.fits(batch):
             with self._observed(batch):
-                return graphs.run(batch, self._decode, tokens)
+                return graphs.run(batch, decode, tokens)
         hidden = self._hidden(batch, tokens)
         score_prompts(batch, hidden, self._logits)
         ends, end = [], 0
@@ -184,7 +192,7 @@ class ModelRunner:
         return self._logits(hidden[self._tensor(ends)])
 
     def _reads_demoted(self, batch: Batch) -> bool:
-        """Whether some sequence of a batch has pages in fewer bits, which no graph reads."""
+        """Whether some sequence of a batch has pages in fewer bits."""
         slots = [chunk.request.open_slot for chunk in batch.chunks]
         return self.page_demoter is not None and self.attention.view.reads_coarse(slots)
 
@@ -247,13 +255,18 @@ class ModelRunner:
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
 
-    def _decode(self, tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
-        """Decode one token per sequence without host state, for CUDA graphs. Returns logits [B,
-        V]."""
-        metadata = AttentionMetadata.for_decodes(self.attention.view, slots, positions)
+    def _decode(
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, demoted: bool = False
+    ) -> Tensor:
+        """Decode one token per sequence without host state, for CUDA graphs. demoted: sequences
+        may have pages in fewer bits. Returns logits [B, V]."""
+        metadata = AttentionMetadata.for_decodes(self.attention.view, slots, positions, demoted)
         last = torch.full_like(slots, -1)
         context = PagedContext(self.attention, [metadata], slots, last, positions.int())
         return self._logits(self.forward(tokens, positions, context))
+
+    def _decode_demoted(self, tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
+        return self._decode(tokens, positions, slots, demoted=True)
 
     def _context_of(self, batch: Batch, positions: Tensor) -> PagedContext:
         """The attention context of a batch."""
