@@ -229,6 +229,17 @@ def test_sequences_without_demoted_entries_keep_their_backend(model) -> None:
     assert not set(selected.decode) & {CoarseDecode, NumbaCoarseDecode}
 
 
+def test_a_demotion_can_be_tried_before_requests_come(model, monkeypatch) -> None:
+    runner = runner_of(model)
+    demoted = []
+    monkeypatch.setattr(page_demotion, "append", lambda *args: demoted.append(len(args[1])))
+    runner.dry_demotion()
+    assert demoted == [RATIO * PAGE] * 2, "a coarse page of each layer"
+    assert runner.pool.used_bytes == 0 and not runner.pool.host_lengths.any()
+    runner.pool.check_integrity()
+    runner_of(model, "pre-empt").dry_demotion()
+
+
 # -- shared pages -------------------------------------------------------------------------------
 
 

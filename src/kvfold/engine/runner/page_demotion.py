@@ -34,6 +34,11 @@ class PageDemoter:
         assert coarse is not None, "the pool has no coarse entries"
         return coarse
 
+    @property
+    def least_tokens(self) -> int:
+        """Tokens of the shortest sequence that can be demoted."""
+        return self.coarse.layout.page + KEPT * self.view.layout.page
+
     def num_pages(self, request: Request) -> int:
         """Number of coarse pages of each group that a request's entries can be demoted to: 0 before
         its prompt is computed. The prefix that others share, and the newest pages, stay."""

@@ -124,6 +124,22 @@ class ModelRunner:
     def dry_decodes(self, graphs: DecodeGraphs) -> None:
         """Run decode steps of the sizes for which kernels differ. For `CompileAhead`."""
         graphs.dry_run(self._decode)
+        if self.page_demoter is not None:
+            graphs.dry_run(self._decode_demoted)
+
+    def dry_demotion(self) -> None:
+        """Demote pages of a sequence without entries, which ends. For `CompileAhead`."""
+        if self.page_demoter is None:
+            return
+        request = Request.unscheduled(self.pool.allocate_slot())
+        try:
+            num_tokens = min(self.page_demoter.least_tokens, self.pool.max_tokens)
+            self.pool.extend([request.open_slot], [num_tokens])
+            request.advance(num_tokens)
+            if self.page_demoter.num_pages(request):
+                self.page_demoter.demote(request)
+        finally:
+            self.pool.free_slot(request.open_slot)
 
     def warm_up(self) -> None:
         """Capture CUDA graphs, so that no request waits for it."""

@@ -31,6 +31,7 @@ def compile_kernels(runner: ModelRunner) -> None:
         with CompileAhead(runner.device), torch.inference_mode(), suppress(PoolFull):
             for _ in run_tokens(runner, [ids], [ids]):
                 pass
+            runner.dry_demotion()
             if graphs is not None:
                 runner.dry_decodes(graphs)
         runner.pool.reset_high_water()
