@@ -18,8 +18,8 @@ class Parameters(griffe.Extension):
 
     def on_class_members(self, *, cls: griffe.Class, **_: Any) -> None:
         names = set(cls.attributes)
-        if "__init__" in cls.members and cls.members["__init__"].is_function:
-            names |= {x.name for x in cls.members["__init__"].parameters}
+        if isinstance(init := cls.members.get("__init__"), griffe.Function):
+            names |= {x.name for x in init.parameters}
         _list(cls, names)
 
 
