@@ -4,6 +4,7 @@
 #     benchmarks/gpu.sh uneven      of the ablations, ZACK's KE on unequal heads and Palu's shared latents
 #     benchmarks/gpu.sh agents documents composites    of docs/lab/vllm.md and docs/lab/composites.md
 #     benchmarks/gpu.sh suites      published benchmarks of MODEL, with questions of TASKS, on DEVICES (0), BESIDE (4) settings each; maps in FOLDER (made)
+#     benchmarks/gpu.sh tools       MODEL as an agent, served on PORT (8123)
 # RESULTS: folder of the files (benchmarks/results); PYTHON: of the scripts (python).
 # `pip install flashinfer-python` adds that baseline. Then: python tools/performance_page.py
 set -e
@@ -108,6 +109,21 @@ suites() {
     for tokens in 4096 8192 16384; do
         $table --suites ruler --set suite-length=$tokens suite-rows=20 --json "$results/suites-ruler-$tokens.json"
     done
+}
+
+tools() {
+    $python -m kvfold serve "$MODEL" --port "${PORT:-8123}" --max-tokens 8192 &
+    server=$!
+    until $python -c "import socket; socket.create_connection(('127.0.0.1', ${PORT:-8123}))" 2>/dev/null; do
+        kill -0 $server
+        sleep 1
+    done
+    for choice in scripted required auto; do
+        $python benchmarks/tool_agents.py --url "http://127.0.0.1:${PORT:-8123}/v1" --choice $choice --at-once 50 \
+            --json "$results/tool-agents-$choice.json"
+    done
+    kill $server
+    wait $server || true
 }
 
 for section in "${@:-attention rebuilt once ablations engine prefill compress replay}"; do
