@@ -53,6 +53,7 @@ class LayerProjections:
         self.maps, self.layer = maps, layer
         self.entry_maps = None if isinstance(maps, RopeMaps) else _entry_maps(maps, layer)
         self.scale = 1.0  # factor of queries: the module's scaling over the plan's
+        self.key_constant: Tensor | None = None  # see `key_constant`
         number = next(self.numbers)
         self.handle = torch.tensor([number])
         _projections[number] = self
@@ -108,11 +109,16 @@ class StepCache(AttentionContext):
     def update(self, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         return k, v
 
+    def keep_exact(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> None:
+        self._current().keep_exact(layer, q, k, v)
+
     def attend(self, layer: LayerAttention, q: Tensor, entries: Tensor) -> Tensor:
-        context = getattr(_forward, "context", None)
+        return self._current().attend(layer, q, entries)
+
+    def _current(self) -> AttentionContext:
+        context: AttentionContext | None = getattr(_forward, "context", None)
         assert context is not None, "a model of an engine runs inside `forward_context` only"
-        out: Tensor = context.attend(layer, q, entries)
-        return out
+        return context
 
 
 STEP_CACHE = StepCache()
@@ -219,6 +225,7 @@ def install(
     spec: CacheSpec,
     bits: int | None,
     hadamard_for: type[Format] | None,
+    key_means: Sequence[Tensor] | None = None,
 ) -> list[LayerAttention]:
     """Install projections and the paged attention function into the engine's own copy of a model,
     in place.
@@ -227,6 +234,7 @@ def install(
     spec: from `served_spec`.
     bits: of stored numbers; None: as planned.
     hadamard_for: the format that stored numbers are rotated for, or None.
+    key_means: mean keys [Hk, d] of each layer, for an exact window; None: there is none.
 
     Returns the layers' descriptions for attention backends.
     """
@@ -240,12 +248,21 @@ def install(
         projections = served_layer(index, spec, maps, layer.window, layer.sinks, tables)
         if layer.scaling is not None:
             projections.scale = layer.scaling / spec.geometry.scaling
+        if key_means is not None and not isinstance(maps, RopeMaps):
+            projections.key_constant = key_constant(maps, key_means[index].to(maps.key_up))
         module = model.get_submodule(layer.name)
         module.__dict__ |= {_PROJECTIONS: projections, _HANDLE: projections.handle}
         descriptions.append(projections.layer)
     if PAGED not in ALL_ATTENTION_FUNCTIONS.valid_keys():
         ALL_ATTENTION_FUNCTIONS.register(PAGED, _attention)
     return descriptions
+
+
+def key_constant(maps: Maps, mean: Tensor) -> Tensor:
+    """What stored keys lack in all tokens [Hk, d], so that their scores compare with those of whole
+    keys: the shift, and the part of the mean key [Hk, d] that the maps drop."""
+    stored = torch.einsum("hdr,hd->hr", maps.key_down, mean) - maps.key_shift
+    return mean - torch.einsum("hdr,hr->hd", maps.key_up, stored)
 
 
 def _entry_maps(maps: Maps, layer: LayerAttention) -> EntryMaps:
@@ -313,6 +330,9 @@ def _attend(
         None if positions is None else positions[0],
     )
     assert entries is not None, "each layer of an engine's model stores its own"
+    constant = projections.key_constant
+    exact_key = key if constant is None else key - constant[:, None]
+    STEP_CACHE.keep_exact(projections.layer, query, exact_key, value)
     out = STEP_CACHE.attend(projections.layer, q[None], entries[None])
     return out.unflatten(-1, (query.shape[1], -1))
 

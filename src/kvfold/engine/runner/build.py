@@ -19,9 +19,16 @@ from kvfold.engine.runner.runner import ModelRunner
 from kvfold.hub.checkpoint import spec_of
 from kvfold.layout import CacheSpec
 from kvfold.layout.formats import format_of
-from kvfold.layout.pages import CacheLayout, cache_layout, plain_spec, with_coarse_bits
+from kvfold.layout.pages import (
+    CacheLayout,
+    cache_layout,
+    plain_spec,
+    with_coarse_bits,
+    with_window,
+)
 from kvfold.maps.engine_model import check_servable, install, served_spec
 from kvfold.maps.family import attention_family
+from kvfold.maps.layers import AttentionLayer
 from kvfold.maps.plain import measured_means, plain_sidecar, with_plain_maps
 from kvfold.maps.sidecar import Sidecar
 from kvfold.models.adapter import PAGED
@@ -67,7 +74,8 @@ def build_runner(
     Raises ValueError for settings that contradict each other or the model, and for a pool that
     cannot hold one page of each group.
     """
-    if maps is not None or not has_family(model.config):
+    plain_window = config.window and spec_of(model) is None
+    if maps is not None or not has_family(model.config) or plain_window:
         return _with_maps(model, maps, config, num_slots, max_tokens, owned)
     if policy is None and config.evict == AUTO:
         raise SettingError(
@@ -123,16 +131,23 @@ def _with_maps(
         )
     layers, maps = plain_sidecar(model) if maps is None else (maps.layers_of(model), maps)
     check_servable(model, layers)
+    key_means = None
+    if config.window:
+        _check_window(config, layers)
+        key_means = [x.keys for x in measured_means(model)]
     use_triton(model.device.type)
     maps = with_plain_maps(maps, model, layers)
     spec = served_spec(maps.spec)
     windows = [layer.window for layer in layers]
     tracked = [window is not None for window in windows]
     layout = _paged(spec, config, tracked, model.dtype.itemsize, model.device.type, config.page)
+    if config.window:
+        layout = with_window(layout, config.window, model.dtype.itemsize)
     pool = _pool(layout, config, windows, num_slots, max_tokens, model.device)
     served = model if owned else shared_copy(model)
     rotated_format = format_of(config.format) if _rotates(maps.spec, config) else None
-    maps_of_layers = install(served, layers, maps, spec, config.bits, rotated_format)
+    rounded = config.bits, rotated_format
+    maps_of_layers = install(served, layers, maps, spec, *rounded, key_means)
     served_layers = [replace(x, module=served.get_submodule(x.name)) for x in layers]
     return ModelRunner(served, pool, family=attention_family(served_layers), layers=maps_of_layers)
 
@@ -158,11 +173,38 @@ def _pool(
     """A pool of the size in `config`, or for all slots at full length. windows: sliding window of
     each layer."""
     size = config.kv_bytes or default_bytes(layout, num_slots, max_tokens, device)
+    size = _without_windows(size, layout, config, num_slots)
     lengths = {"num_slots": num_slots, "max_tokens": max_tokens}
     with renamed(num_bytes="kv_bytes"), _blamed(config):
         return SharingPool(
             layout, size, **lengths, sliding_windows=windows, padding_slot=True, device=device
         )
+
+
+def _without_windows(size: int, layout: CacheLayout, config: CacheConfig, num_slots: int) -> int:
+    """Bytes that are left for pages. Raises SettingError if the windows of all slots, and of the
+    padding slot, take all."""
+    windows = layout.window_bytes * (num_slots + 1)
+    if windows and windows >= size:
+        raise SettingError(
+            f"`window={config.window}` takes {windows} bytes for {num_slots} sequences, and the"
+            f" cache has {size}: raise `kv_bytes`, or take fewer sequences (`max_sequences`) or a"
+            " shorter `window`"
+        )
+    return size - windows
+
+
+def _check_window(config: CacheConfig, layers: Sequence[AttentionLayer]) -> None:
+    """Raises SettingError for a model whose attention cannot have an exact window."""
+    for what, has in (
+        ("a sliding window", any(x.window is not None for x in layers)),
+        ("capped scores", any(x.softcap is not None for x in layers)),
+    ):
+        if has:
+            raise SettingError(
+                f"`window={config.window}`: this model has layers with {what}, which exact windows"
+                " do not support: leave `window` out"
+            )
 
 
 def _twin(served: Any, policy: Policy | None) -> Any:
@@ -219,6 +261,12 @@ def check_served(
         raise SettingError(
             f"`evict={policy.name!r}`: this model's sliding window already drops old tokens, and "
             "eviction would drop others: leave `evict` out"
+        )
+    if spec is not None and cache.window:
+        raise SettingError(
+            f"`window={cache.window}`: this model computes compressed keys and values, as its maps"
+            " are folded into its weights: leave `window` out, or compress the model without"
+            " `fold`"
         )
     if spec is not None and spec.hybrid is not None:
         _check_hybrid(config, spec, policy, cache)
