@@ -53,10 +53,20 @@ class LayerProjections:
         self.maps, self.layer = maps, layer
         self.entry_maps = None if isinstance(maps, RopeMaps) else _entry_maps(maps, layer)
         self.scale = 1.0  # factor of queries: the module's scaling over the plan's
-        self.key_constant: Tensor | None = None  # see `key_constant`
+        self.key_constant: Tensor | None = None  # [Hk, d], see `lack_constant_of`
         number = next(self.numbers)
         self.handle = torch.tensor([number])
         _projections[number] = self
+
+    def lack_constant_of(self, mean: Tensor) -> None:
+        """Set what stored keys lack in all tokens, `key_constant`, so that exact keys can lack it,
+        too: the shift, and the part of the mean key [Hk, d] that the maps drop. Keys before RoPE
+        lack nothing."""
+        maps = self.maps
+        if not isinstance(maps, RopeMaps):
+            mean = mean.to(maps.key_up)
+            stored = torch.einsum("hdr,hd->hr", maps.key_down, mean) - maps.key_shift
+            self.key_constant = mean - torch.einsum("hdr,hr->hd", maps.key_up, stored)
 
     @cached_property
     def weights(self) -> Weights | None:
@@ -248,21 +258,14 @@ def install(
         projections = served_layer(index, spec, maps, layer.window, layer.sinks, tables)
         if layer.scaling is not None:
             projections.scale = layer.scaling / spec.geometry.scaling
-        if key_means is not None and not isinstance(maps, RopeMaps):
-            projections.key_constant = key_constant(maps, key_means[index].to(maps.key_up))
+        if key_means is not None:
+            projections.lack_constant_of(key_means[index])
         module = model.get_submodule(layer.name)
         module.__dict__ |= {_PROJECTIONS: projections, _HANDLE: projections.handle}
         descriptions.append(projections.layer)
     if PAGED not in ALL_ATTENTION_FUNCTIONS.valid_keys():
         ALL_ATTENTION_FUNCTIONS.register(PAGED, _attention)
     return descriptions
-
-
-def key_constant(maps: Maps, mean: Tensor) -> Tensor:
-    """What stored keys lack in all tokens [Hk, d], so that their scores compare with those of whole
-    keys: the shift, and the part of the mean key [Hk, d] that the maps drop."""
-    stored = torch.einsum("hdr,hd->hr", maps.key_down, mean) - maps.key_shift
-    return mean - torch.einsum("hdr,hr->hd", maps.key_up, stored)
 
 
 def _entry_maps(maps: Maps, layer: LayerAttention) -> EntryMaps:
