@@ -74,8 +74,7 @@ def build_runner(
     Raises ValueError for settings that contradict each other or the model, and for a pool that
     cannot hold one page of each group.
     """
-    plain_window = config.window and spec_of(model) is None
-    if maps is not None or not has_family(model.config) or plain_window:
+    if maps is not None or not has_family(model.config):
         return _with_maps(model, maps, config, num_slots, max_tokens, owned)
     if policy is None and config.evict == AUTO:
         raise SettingError(
@@ -86,6 +85,8 @@ def build_runner(
         policy = policies.get(config.evict)
     compressed = spec_of(model)
     check_served(model.config, compressed, policy, config)
+    if config.window:  # which only maps beside the weights have
+        return _with_maps(model, None, config, num_slots, max_tokens, owned)
     check_scores(model, policy)
     check_weights(model, family_of(model.config))
     use_triton(model.device.type)
@@ -141,8 +142,6 @@ def _with_maps(
     windows = [layer.window for layer in layers]
     tracked = [window is not None for window in windows]
     layout = _paged(spec, config, tracked, model.dtype.itemsize, model.device.type, config.page)
-    if config.window:
-        layout = with_window(layout, config.window, model.dtype.itemsize)
     pool = _pool(layout, config, windows, num_slots, max_tokens, model.device)
     served = model if owned else shared_copy(model)
     rotated_format = format_of(config.format) if _rotates(maps.spec, config) else None
@@ -205,6 +204,16 @@ def _check_window(config: CacheConfig, layers: Sequence[AttentionLayer]) -> None
                 f"`window={config.window}`: this model has layers with {what}, which exact windows"
                 " do not support: leave `window` out"
             )
+
+
+def _check_compressed(layout: CacheLayout, cache: CacheConfig) -> None:
+    """Raises SettingError for an exact window beside entries that are exact themselves."""
+    if layout.kept_fraction >= 1:
+        raise SettingError(
+            f"`window={cache.window}` keeps the last tokens exactly beside compressed ones, and"
+            " here all tokens keep all numbers in 16 bits: set `bits` to 8 or fewer, or leave"
+            " `window` out"
+        )
 
 
 def _twin(served: Any, policy: Policy | None) -> Any:
@@ -361,9 +370,13 @@ def _paged(
             residual=cache.residual,
         )
 
+    if cache.window:
+        _check_compressed(paged(PAGE), cache)
     if page is None and device == "cuda" and cache.residual is None:
         page = one_pass_page(paged, spec.geometry.queries_per_kv)
     page = page or PAGE
+    if cache.window:
+        return with_window(paged(page), cache.window, itemsize)
     if cache.when_full != "demote":
         return paged(page)
     _check_demotion(spec, tracked)
