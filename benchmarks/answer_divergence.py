@@ -142,8 +142,8 @@ class Setting:
         prompts = [answers.before + x for x in answers.prompts]
         longest = max(map(len, prompts)) + len(answers.tokens[0])
         config = CacheConfig(bits=self.bits, window=self.window.tokens, kv_bytes=POOL)
-        settings = {"num_slots": len(prompts), "max_tokens": longest, "maps": sidecar}
-        runner = build_runner(model, config, **settings)
+        slots = len(prompts)
+        runner = build_runner(model, config, num_slots=slots, max_tokens=longest, maps=sidecar)
         steps = run_tokens(runner, prompts, [x[:-1] for x in answers.tokens])
         return torch.stack([x.float().log_softmax(-1) for x in steps], 1)
 

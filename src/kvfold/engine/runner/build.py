@@ -28,7 +28,6 @@ from kvfold.layout.pages import (
 )
 from kvfold.maps.engine_model import check_servable, install, served_spec
 from kvfold.maps.family import attention_family
-from kvfold.maps.layers import AttentionLayer
 from kvfold.maps.plain import measured_means, plain_sidecar, with_plain_maps
 from kvfold.maps.sidecar import Sidecar
 from kvfold.models.adapter import PAGED
@@ -134,7 +133,10 @@ def _with_maps(
     check_servable(model, layers)
     key_means = None
     if config.window:
-        _check_window(config, layers)
+        sliding, capped = (
+            any(getattr(x, name) is not None for x in layers) for name in ("window", "softcap")
+        )
+        _check_window(config, sliding=sliding, capped=capped)
         key_means = [x.keys for x in measured_means(model)]
     use_triton(model.device.type)
     maps = with_plain_maps(maps, model, layers)
@@ -193,22 +195,20 @@ def _without_windows(size: int, layout: CacheLayout, config: CacheConfig, num_sl
     return size - windows
 
 
-def _check_window(config: CacheConfig, layers: Sequence[AttentionLayer]) -> None:
-    """Raises SettingError for a model whose attention cannot have an exact window."""
-    for what, has in (
-        ("a sliding window", any(x.window is not None for x in layers)),
-        ("capped scores", any(x.softcap is not None for x in layers)),
-    ):
-        if has:
-            raise SettingError(
-                f"`window={config.window}`: this model has layers with {what}, which exact windows"
-                " do not support: leave `window` out"
-            )
+def _check_window(cache: CacheConfig, *, sliding: bool, capped: bool) -> None:
+    """Raises SettingError for a model whose attention cannot have an exact window. sliding, capped:
+    whether some of its layers have a sliding window or capped scores."""
+    if sliding or capped:
+        what = "a sliding window" if sliding else "capped scores"
+        raise SettingError(
+            f"`window={cache.window}`: this model has layers with {what}, which exact windows do"
+            " not support: leave `window` out"
+        )
 
 
-def _check_compressed(layout: CacheLayout, cache: CacheConfig) -> None:
+def _check_compressed(cache: CacheConfig, kept_fraction: float) -> None:
     """Raises SettingError for an exact window beside entries that are exact themselves."""
-    if layout.kept_fraction >= 1:
+    if cache.window and kept_fraction >= 1:
         raise SettingError(
             f"`window={cache.window}` keeps the last tokens exactly beside compressed ones, and"
             " here all tokens keep all numbers in 16 bits: set `bits` to 8 or fewer, or leave"
@@ -266,16 +266,20 @@ def check_served(
             "drops old tokens one by one, and here they are packed together: leave both out and "
             "keep `bits`"
         )
-    if policy is not None and windowed:
-        raise SettingError(
-            f"`evict={policy.name!r}`: this model's sliding window already drops old tokens, and "
-            "eviction would drop others: leave `evict` out"
-        )
     if spec is not None and cache.window:
         raise SettingError(
             f"`window={cache.window}`: this model computes compressed keys and values, as its maps"
             " are folded into its weights: leave `window` out, or compress the model without"
             " `fold`"
+        )
+    if cache.window:
+        geometry = family_of(config).geometry(config)
+        _check_window(cache, sliding=windowed, capped=geometry.softcap is not None)
+        _check_compressed(cache, (cache.bits or 16) / 16)
+    if policy is not None and windowed:
+        raise SettingError(
+            f"`evict={policy.name!r}`: this model's sliding window already drops old tokens, and "
+            "eviction would drop others: leave `evict` out"
         )
     if spec is not None and spec.hybrid is not None:
         _check_hybrid(config, spec, policy, cache)
@@ -370,12 +374,11 @@ def _paged(
             residual=cache.residual,
         )
 
-    if cache.window:
-        _check_compressed(paged(PAGE), cache)
     if page is None and device == "cuda" and cache.residual is None:
         page = one_pass_page(paged, spec.geometry.queries_per_kv)
     page = page or PAGE
     if cache.window:
+        _check_compressed(cache, paged(page).kept_fraction)
         return with_window(paged(page), cache.window, itemsize)
     if cache.when_full != "demote":
         return paged(page)
