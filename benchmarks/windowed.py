@@ -206,11 +206,10 @@ def windowed(
     projections: list[LayerProjections | None] = [None] * len(spec.layers)
     if sidecar is not None:
         maps = [sidecar.maps[x.name] for x in sidecar.layers_of(model)]
-        projections = [
-            served_layer(i, spec, x.to(model.device, model.dtype), None) for i, x in enumerate(maps)
-        ]
-        for served, mean in zip(projections, measured_means(model), strict=True):
+        for i, (x, mean) in enumerate(zip(maps, measured_means(model), strict=True)):
+            served = served_layer(i, spec, x.to(model.device, model.dtype), None)
             served.lack_constant_of(mean.keys)
+            projections[i] = served
     means = [torch.zeros(1)] * len(projections)
     if sidecar is None and bits != 16:
         means = [torch.cat((x.keys, x.values)).flatten() for x in measured_means(model)]
