@@ -12,6 +12,7 @@ import kvfold
 from kvfold import LLM, SamplingParams
 from kvfold.config import CacheConfig
 from kvfold.engine.requests.request import Request
+from kvfold.engine.runner import metadata
 from kvfold.engine.runner.build import build_runner
 from kvfold.engine.runner.runner import ModelRunner
 from kvfold.engine.runner.trial import run_tokens
@@ -20,7 +21,7 @@ from kvfold.utils.errors import SettingError
 from maps_engine_cases import apart
 from model_types import tiny
 from sidecar_cases import bytes_tokenizer
-from steps import step
+from steps import DEVICE, step
 from windowed import Window, windowed
 
 TOKENS, STEPS = 60, 45
@@ -119,11 +120,14 @@ def test_entries_before_the_window_have_few_bits(compressed: Compressed) -> None
     assert apart(found, exact) < 0.8 * apart(without, exact)
 
 
-@pytest.mark.parametrize("recipe", ["swift", "small"])
+@pytest.mark.parametrize(("recipe", "padded"), [("swift", False), ("swift", True), ("small", True)])
 def test_sequences_of_a_batch_have_windows_of_their_own(
-    compressed: Compressed, recipe: str
+    compressed: Compressed, recipe: str, padded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some are shorter than the window; chunks of prompts stand beside decodes."""
+    """Some are shorter than the window; chunks of prompts stand beside decodes, and in one call
+    with others if they are padded, as on a GPU."""
+    if padded:
+        monkeypatch.setattr(metadata, "BATCHED_DEVICES", {DEVICE})
     model, maps = compressed("llama", recipe)
     runner, window = runner_of(model, 9, maps=maps), whole(9)
     requests = []
@@ -139,7 +143,7 @@ def test_sequences_of_a_batch_have_windows_of_their_own(
             found[request.id].append(logits)
 
     run((first, 25), (second, 2))
-    run((second, 1), (first, 5), (third, 3))
+    run((second, 1), (first, 5), (third, 3))  # of similar length
     run((first, 1), (second, 1), (third, 11))
     for _ in range(8):
         run((first, 1), (second, 1), (third, 1))

@@ -146,8 +146,10 @@ def _uncompressed(layer: LayerAttention, layout: CacheLayout) -> LayerAttention:
 
 
 class WindowStep:
-    """Attention of one step. kept: int64 [m], the last N tokens of every part in the packed row;
-    None: all tokens."""
+    """Attention of one step.
+
+    last_tokens: int64 [m], the last N tokens of every part in the packed row; None: all tokens.
+    """
 
     def __init__(
         self,
@@ -158,14 +160,14 @@ class WindowStep:
     ) -> None:
         self.attention, self.tokens = attention, attention.tokens
         self.older, self.recent = (side.begin() for side in attention.decoders)
-        self.kept: Tensor | None = None
+        self.last_tokens: Tensor | None = None
         if any(part.positions.shape[1] > self.tokens for part in parts):
             sizes = [part.positions.shape for part in parts]
             last = [
                 x.packed.view(size)[:, -self.tokens :] for x, size in zip(parts, sizes, strict=True)
             ]
-            self.kept = torch.cat([x.flatten() for x in last])
-            slots, positions = slots[self.kept], positions[self.kept]
+            self.last_tokens = torch.cat([x.flatten() for x in last])
+            slots, positions = slots[self.last_tokens], positions[self.last_tokens]
         self.slots, self.index = slots, (positions % self.tokens).long()
         self.chunks = {id(x): _Chunk(x, attention.ring) for x in parts if not x.decode}
         self.current: ExactTokens | None = None
@@ -181,8 +183,8 @@ class WindowStep:
             name: chunk.entries(pages, entries, self.attention.view.dtype)
             for name, chunk in self.chunks.items()
         }
-        if self.kept is not None:
-            entries = entries[self.kept]
+        if self.last_tokens is not None:
+            entries = entries[self.last_tokens]
         index = self.index[:, None].expand(-1, len(pages.groups))
         store.append(pages, entries, self.slots, index)
 
