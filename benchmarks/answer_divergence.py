@@ -2,14 +2,15 @@
 
     python benchmarks/answer_divergence.py reference:smollm2 --folder made \\
         --prompts gsm8k-test.jsonl --settings bits-4 bits-4+128 maps-small-8x \\
-        maps-small-9x~whole-128 --pairs maps-small-9x~whole-128 maps-small-8x
+        maps-small-9x@128 --pairs maps-small-9x@128 maps-small-8x
 
 The original answers each question greedily, and never with an end of text. Then a setting reads the
 prompt and the original's answer, where every token attends to what the setting stored of all the
 tokens before it: as in decoding, but many tokens at once (`windowed`). --shots: as many questions
 with the original's own answers stand before each. Settings are named as in real_tasks.py. `+R`
-keeps the last 1 to R tokens in 16 bits (`--set residual=R`). `~KIND-TOKENS-FIRST` adds an exact
-window, which kvfold has not (`windowed.Window`).
+keeps the last 1 to R tokens in 16 bits (`--set residual=R`). `@N` keeps the last N tokens exactly
+(`--set window=N`): there kvfold's engine decodes the answer, all questions in one batch.
+`~KIND-TOKENS-FIRST` adds a window that kvfold has not (`windowed.Window`).
 
 flips: share of positions where another token is the likeliest. smaller: than 16 bits a number, at a
 context of so many tokens. growth: KL in the last quarter less KL in the first. pairs: the KL of one
@@ -97,13 +98,15 @@ def chat(asked: dict[str, str], before: Sequence[dict[str, str]]) -> list[dict[s
 
 
 class Setting:
-    """A setting's name, such as bits-4+128 or maps-swift-5x~whole-64, and where its maps are."""
+    """A setting's name, such as bits-4+128 or maps-swift-5x@64, and where its maps are."""
 
     def __init__(self, name: str, given: argparse.Namespace) -> None:
         self.name, self.given = name, given
         plain, _, window = name.partition("~")
+        plain, _, exact = plain.partition("@")
         self.base, _, last = plain.partition("+")
-        self.window = Window.parse(window or f"residual-{last}") if window or last else Window()
+        kind = f"residual-{last}" if last else f"whole-{exact}" if exact else window
+        self.window, self.decodes = Window.parse(kind) if kind else Window(), bool(exact)
         self.maps = given.folder / self.base if self.base.startswith(MAPS) else None
         kind, _, bits = self.base.partition("-")
         if not self.maps and self.base != "original" and (kind != "bits" or not bits.isdigit()):
@@ -118,14 +121,31 @@ class Setting:
     def measured(self, model: Any, answers: Answers) -> dict[str, Any]:
         sidecar = Sidecar.load(self.maps) if self.maps else None
         lost, flips = [], []
-        with windowed(model, sidecar, self.bits, self.window) as read:
-            for before, own in zip(answers.logp, answers.read(read), strict=True):
-                lost.append((before.exp() * (before - own)).sum(-1))
-                flips.append((own.argmax(-1) != before.argmax(-1)).float())
+        for before, own in zip(answers.logp, self._read(model, sidecar, answers), strict=True):
+            lost.append((before.exp() * (before - own)).sum(-1))
+            flips.append((own.argmax(-1) != before.argmax(-1)).float())
         sizes = {x: self.window.smaller(spec_of(model, sidecar), self.bits, x) for x in CONTEXTS}
         smaller = {str(x): round(size, 3) for x, size in sizes.items()}
         found = {"setting": self.name, "smaller": smaller}
         return found | summary(torch.stack(lost, 1), torch.stack(flips, 1))
+
+    def _read(self, model: Any, sidecar: Sidecar | None, answers: Answers) -> Iterator[Tensor]:
+        """The setting's log-probabilities [N, V] along each answer."""
+        if self.decodes:
+            yield from self._decoded(model, sidecar, answers)
+            return
+        with windowed(model, sidecar, self.bits, self.window) as read:
+            yield from answers.read(read)
+
+    def _decoded(self, model: Any, sidecar: Sidecar | None, answers: Answers) -> Tensor:
+        """The log-probabilities of kvfold's engine [B, N, V]."""
+        prompts = [answers.before + x for x in answers.prompts]
+        longest = max(map(len, prompts)) + len(answers.tokens[0])
+        config = CacheConfig(bits=self.bits, window=self.window.tokens, kv_bytes=POOL)
+        slots = len(prompts)
+        runner = build_runner(model, config, num_slots=slots, max_tokens=longest, maps=sidecar)
+        steps = run_tokens(runner, prompts, [x[:-1] for x in answers.tokens])
+        return torch.stack([x.float().log_softmax(-1) for x in steps], 1)
 
 
 def summary(lost: Tensor, flips: Tensor) -> dict[str, Any]:

@@ -107,13 +107,10 @@ def main() -> None:
     given = parser.parse_args()
     length = given.prompt + given.outputs
     if given.model.startswith(RANDOM):
-        model, tokenizer = (
-            random_model(given.model[len(RANDOM) :], None, torch.device(given.device)),
-            None,
-        )
-        make = torch.Generator().manual_seed(0)
-        shape = given.requests, length
-        texts = torch.randint(model.config.vocab_size, shape, generator=make).tolist()
+        shape, device = given.model[len(RANDOM) :], torch.device(given.device)
+        model, tokenizer = random_model(shape, None, device), None
+        draw, size = torch.Generator().manual_seed(0), (given.requests, length)
+        texts = torch.randint(model.config.vocab_size, size, generator=draw).tolist()
     else:
         model, tokenizer = load(given.model, device=given.device), load_tokenizer(given.model)
         texts = texts_of(tokenizer, given.requests, length)

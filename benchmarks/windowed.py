@@ -102,7 +102,8 @@ class Layer:
             entries, k, v = (torch.cat((old, new), dim) for old, new, dim in pairs)
         if remember:
             self.past = entries, k, v
-        exact = q, k, v
+        constant = None if self.maps is None else self.maps.key_constant
+        exact = q, k if constant is None else k - constant[:, None], v
         if self.window.kind == "stored8":
             exact = self.read(queries, in_bits(entries, self.spec, 8))
         elif self.window.kind != "whole":
@@ -205,11 +206,10 @@ def windowed(
     projections: list[LayerProjections | None] = [None] * len(spec.layers)
     if sidecar is not None:
         maps = [sidecar.maps[x.name] for x in sidecar.layers_of(model)]
-        if window.kind == "whole" and any(x.keys != "pre_rope" for x in spec.layers):
-            raise SystemExit("scores of keys after RoPE lack a constant, which whole keys have")
-        projections = [
-            served_layer(i, spec, x.to(model.device, model.dtype), None) for i, x in enumerate(maps)
-        ]
+        for i, (x, mean) in enumerate(zip(maps, measured_means(model), strict=True)):
+            served = served_layer(i, spec, x.to(model.device, model.dtype), None)
+            served.lack_constant_of(mean.keys)
+            projections[i] = served
     means = [torch.zeros(1)] * len(projections)
     if sidecar is None and bits != 16:
         means = [torch.cat((x.keys, x.values)).flatten() for x in measured_means(model)]

@@ -501,13 +501,13 @@ def divergence() -> str:
         return [label, *sizes, *losses, f"{100 * row['all']['flips'][0]:.1f} %"]
 
     head = ["setting", "smaller at 1K", "at 8K", "KL", "first quarter", "last quarter", "flips"]
-    files = ("answer-divergence-smollm2", "answer-divergence-windows-smollm2")
+    files = [f"answer-divergence-{x}smollm2" for x in ("engine-", "", "windows-")]
     return markdown(head, [line(x, row) for x in files for row in results(x)["rows"]])
 
 
 def windows() -> str:
     """What exact tokens win, paired by question."""
-    files = ("answer-divergence-windows-smollm2", "answer-divergence-smollm2")
+    files = [f"answer-divergence-{x}smollm2" for x in ("engine-", "windows-", "")]
     pairs = [x for file in files for x in results(file)["pairs"]]
     lines = [
         [f"`{x['setting']}`", f"`{x['less']}`", f"{x['kl'][0]:+.4f} ± {x['kl'][1]:.4f}"]

@@ -267,6 +267,9 @@ class LoRA:
         check(self)
 
 
+MOST_WINDOW = 4096  # tokens: more memory for each sequence than its compressed tokens take
+
+
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
     """How an engine stores tokens: their bits, pages and eviction.
@@ -308,6 +311,14 @@ class CacheConfig:
         "Up to so many last tokens stay in 16 bits, until all of them are packed at once; a"
         " multiple of the page; by default the format's.",
     )
+    window: int = setting(
+        0,
+        "So many last tokens of a sequence are also kept exactly as the model computed them, and"
+        " attention reads them there.",
+        least=0,
+        most=MOST_WINDOW,
+        unit="tokens",
+    )
     evict: str | Policy | None = setting(
         None,
         f"A policy; {AUTO}: measures a few on the model first, and takes the best; experimental:"
@@ -342,6 +353,7 @@ class CacheConfig:
         self._check_eviction()
         self._check_packing()
         self._check_demotion()
+        self._check_window()
 
     def _check_eviction(self) -> None:
         both = self.keep_tokens is not None and self.max_cache_tokens is not None
@@ -402,6 +414,26 @@ class CacheConfig:
             raise SettingError(
                 f"{needs}, with one scale per token; got `format={self.format!r}`,"
                 f" `residual={self.residual}`: leave both out, or leave `when_full` out"
+            )
+
+    def _check_window(self) -> None:
+        if not self.window:
+            return
+        needs = f"`window={self.window}` keeps the last tokens beside compressed ones"
+        if self.evict is not None:
+            raise SettingError(
+                f"{needs}, of all tokens, and `evict={str(self.evict)!r}` drops some: leave one of"
+                " them out"
+            )
+        if self.packs_pages or self.format != "integers":
+            raise SettingError(
+                f"{needs}, which are packed one by one; got `format={self.format!r}`,"
+                f" `residual={self.residual}`: leave both out, or leave `window` out"
+            )
+        if self.when_full == "demote":
+            raise SettingError(
+                f"{needs}, and `when_full='demote'` stores tokens in two places, too: leave one of"
+                " them out"
             )
 
     @property

@@ -729,6 +729,34 @@ CACHE = {
         "--set residual is a setting of packed numbers, and with 16 bits none are packed: "
         "set --bits to 8 or fewer, or leave it out"
     ),
+    "kvfold eval reference:gqa --set window=32": (
+        "--set window=32 keeps the last tokens exactly beside compressed ones, and here all "
+        "tokens keep all numbers in 16 bits: set --bits to 8 or fewer, or leave --set window out"
+    ),
+    "kvfold eval reference:gqa --bits 4 --set window=-1": (
+        "--set window must be in [0, 4096], got -1"
+    ),
+    "kvfold eval reference:gqa --bits 4 --set window=32 --evict snapkv --keep-tokens 0.5": (
+        "--set window=32 keeps the last tokens beside compressed ones, of all tokens, and --evict "
+        "snapkv drops some: leave one of them out"
+    ),
+    "kvfold eval reference:gqa --bits 4 --set window=32 --set residual=32": (
+        "--set window=32 keeps the last tokens beside compressed ones, which are packed one by "
+        "one; got --set format integers, --set residual=32: leave both out, or leave --set window "
+        "out"
+    ),
+    "kvfold generate reference:gqa --prompt hi --bits 8 --set window=32 --set when-full=demote": (
+        "--set window=32 keeps the last tokens beside compressed ones, and --set when-full demote "
+        "stores tokens in two places, too: leave one of them out"
+    ),
+    "kvfold eval sliding --bits 4 --set window=32": (
+        "--set window=32: this model has layers with a sliding window, which exact windows do not "
+        "support: leave --set window out"
+    ),
+    "kvfold eval joint --set window=32": (
+        "--set window=32: this model computes compressed keys and values, as its maps are folded "
+        "into its weights: leave --set window out, or compress the model without --fold"
+    ),
     "kvfold eval reference:gqa --set zeros": (
         "--set zeros is a setting of packed numbers, and with 16 bits none are packed: set "
         "--bits to 8 or fewer, or leave it out"

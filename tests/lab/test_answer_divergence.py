@@ -89,7 +89,7 @@ def test_many_tokens_at_once_read_what_pages_give_single_ones(
     assert (own - paged).abs().mean() < 0.1 * lost, "a few codes may be rounded otherwise"
 
 
-@pytest.mark.parametrize("base", ["bits-2", "maps-small-6x"])
+@pytest.mark.parametrize("base", ["bits-2", "maps-small-6x", "maps-swift-4x"])
 def test_windows_of_all_tokens_lose_nothing(
     model: Any, answers: Answers, folder: Path, base: str
 ) -> None:
@@ -110,9 +110,12 @@ def test_windows_of_stored_numbers_keep_what_maps_leave_out(
     assert lost[1] == pytest.approx(lost[0], rel=0.3)
 
 
-def test_whole_keys_need_scores_of_whole_keys(model: Any, answers: Answers, folder: Path) -> None:
-    with pytest.raises(SystemExit, match="constant"):
-        kl("maps-swift-4x~whole-8", model, answers, folder)
+def test_the_engine_decodes_with_a_window(model: Any, answers: Answers, folder: Path) -> None:
+    for name in ("bits-4", "maps-swift-4x"):
+        lost = [kl(f"{name}{x}", model, answers, folder) for x in ("@100", "@16", "~whole-16", "")]
+        assert lost[0] < 1e-5
+        assert lost[1] == pytest.approx(lost[2], rel=0.1)
+        assert lost[2] < lost[3]
 
 
 def test_sizes_count_the_window(model: Any, folder: Path) -> None:

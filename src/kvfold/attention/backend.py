@@ -1,7 +1,7 @@
 """The interface of an attention backend.
 
 Shapes: B sequences of one attention call (a *part* of the step), T queries per sequence; Hq query
-heads; W input width of the output projection W_O.
+heads; s widest value rank; W input width of the output projection W_O.
 """
 
 from abc import ABC, abstractmethod
@@ -17,6 +17,7 @@ from kvfold.attention.metadata import AttentionMetadata, CacheView
 from kvfold.attention.observer import Observer
 from kvfold.layout.pages import Group
 
+Weighed = tuple[Tensor, Tensor]  # attention output [B, Hq, T, s], log2-sum-exp2 fp32 [B, Hq, T]
 RESIDUAL = "a residual keeps token entries in two places"
 
 
@@ -89,6 +90,12 @@ class AttentionBackend(ABC):
 
         into [B, T, W]: memory that the result may be written to.
         """
+
+    def weigh(self, layer: LayerAttention, part: AttentionMetadata, q: Tensor) -> Weighed:
+        """Decode attention of q [B, Hq, 1, .] to the stored entries, to be merged with attention to
+        others: without sinks and eviction metrics. Values may be latents. Only some backends can
+        (`attention.window.WEIGHING`)."""
+        raise NotImplementedError
 
 
 def why_not_uniform(layer: LayerShape, groups: Sequence[Group]) -> str | None:

@@ -305,6 +305,11 @@ class AttentionContext(ABC):
         """Called before a layer attends, with the hidden states x [B, T, D] that enter its
         attention."""
 
+    def keep_exact(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> None:  # noqa: B027
+        """Called before `attend` by models with maps, with queries q [1, Hq, T, d], keys
+        k [1, Hk, T, d] and values v [1, Hk, T, dv] as the model computed them. Keys lack the
+        constants that stored keys lack, so that scores of both can share a softmax."""
+
     @abstractmethod
     def attend(self, layer: LayerAttention, q: Tensor, rows: Tensor) -> Tensor:
         """Store rows [B, T, R] of new tokens, and attend with q [B, Hq, T, .] in the space of

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvfold.attention.backend import AttentionBackend, Task
+from kvfold.attention.backend import AttentionBackend, Task, Weighed
 from kvfold.attention.base import LayerAttention, LayerShape
 from kvfold.attention.metadata import AttentionMetadata, CacheView, PoolView
 from kvfold.attention.numba_decode import NumbaDecode
@@ -25,7 +25,6 @@ from kvfold.layout.pages import Group
 from kvfold.ops import decode
 from kvfold.ops.common.parts import plan_parts
 
-Weighed = tuple[Tensor, Tensor]  # attention output [B, Hq, T, s], log2-sum-exp2 fp32 [B, Hq, T]
 Decode = Callable[[LayerAttention, AttentionMetadata, Tensor], Weighed]
 
 

@@ -2,22 +2,25 @@
 serves.
 
 Shapes: B sequences of one attention call (a part of the step), T queries per sequence, S stored
-token entries (of the longest group), R numbers of an entry, Hk KV heads, W input width of W_O.
+token entries (of the longest group), R numbers of an entry, Hk KV heads, s widest value rank, W
+input width of W_O.
 """
 
 from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
-from kvfold.attention.backend import AttentionBackend, Task
+from kvfold.attention.backend import AttentionBackend, Task, Weighed
 from kvfold.attention.base import LayerAttention, LayerShape
 from kvfold.attention.buckets import attend_in_buckets
 from kvfold.attention.metadata import AttentionMetadata
 from kvfold.attention.rows import gather_entries, group_of_head, rope_of
 from kvfold.cache.eviction.scorers.attention import attention_scores
 from kvfold.layout.pages import Group
+from kvfold.ops.common.attention import attend_rows
 from kvfold.ops.store import add_metrics
 
 
@@ -58,3 +61,18 @@ class Fallback(AttentionBackend):
             added = attention_scores(weights, head_positions, *observed, heads, layer.index)
             add_metrics(pages, part.slots, added, stored.valid)
         return out
+
+    def weigh(self, layer: LayerAttention, part: AttentionMetadata, q: Tensor) -> Weighed:
+        joined = attend_in_buckets(partial(self._weigh, layer), part, layer.index, q)
+        return joined[..., :-1], joined[..., -1]
+
+    def _weigh(self, layer: LayerAttention, part: AttentionMetadata, q: Tensor) -> Tensor:
+        """Output and log2-sum-exp2 side by side, fp32 [B, Hq, 1, s + 1]."""
+        pages = self.view.pages[layer.index]
+        stored = gather_entries(self.view, layer, part.slots, part.size(layer.index))
+        k = layer.score_keys(stored.rows, rope_of(layer, stored, pages.groups, part.stop))
+        v = layer.value_columns.spread(layer.value_columns.gather(stored.rows))
+        heads = group_of_head(pages.groups, q.device)
+        valid = stored.valid[:, heads].expand(-1, k.shape[1], -1)
+        out, lse = attend_rows(q[:, :, 0], k, v, valid, layer.scale, layer.softcap)
+        return torch.cat((out.float(), lse[..., None]), -1)[:, :, None]

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvfold.attention.backend import AttentionBackend, Task
+from kvfold.attention.backend import AttentionBackend, Task, Weighed
 from kvfold.attention.base import Columns, LayerAttention, LayerShape
-from kvfold.attention.coarse import PlannedDecode, Weighed, merged
+from kvfold.attention.coarse import PlannedDecode, merged
 from kvfold.attention.metadata import AttentionMetadata, CacheView, PoolView
 from kvfold.attention.observer import Observer
 from kvfold.attention.triton_decode import LayerBatch, plan_batches

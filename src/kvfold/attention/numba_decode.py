@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvfold.attention.backend import RESIDUAL, AttentionBackend, Task
+from kvfold.attention.backend import RESIDUAL, AttentionBackend, Task, Weighed
 from kvfold.attention.base import LayerAttention, LayerShape
 from kvfold.attention.metadata import AttentionMetadata, CacheView
 from kvfold.attention.observer import Observer
@@ -75,3 +75,11 @@ class NumbaDecode(AttentionBackend):
         inputs, limits = (pages, part.slots, layer.scale, plan, watch), score_limits(layer, part)
         out, _ = numba.decode(q[:, :, 0].detach(), *inputs, layer.sinks, limits)
         return layer.merge_heads(out[:, :, None].to(q.dtype), into=into)
+
+    def weigh(self, layer: LayerAttention, part: AttentionMetadata, q: Tensor) -> Weighed:
+        from kvfold.ops.decode import numba
+
+        inputs = self.view.pages[layer.index], part.slots, layer.scale, self.plans[layer.index]
+        limits = score_limits(layer, part)
+        out, lse = numba.decode(q[:, :, 0].detach(), *inputs, None, limits=limits)
+        return out[:, :, None], lse[..., None]

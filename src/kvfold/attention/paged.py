@@ -18,6 +18,7 @@ from kvfold.attention.observer import Observer
 from kvfold.attention.queries import RecentQueries
 from kvfold.attention.rows import PoolEntries
 from kvfold.attention.selector import SelectedBackends
+from kvfold.attention.window import ExactTokens, WindowAttention
 from kvfold.cache.eviction.policy import Policy
 from kvfold.cache.eviction.scorers.compactor import Local
 from kvfold.cache.pool import Pool
@@ -46,6 +47,9 @@ class PagedAttention:
         dtype: torch.dtype,
     ) -> None:
         self.layers, self.view = layers, PoolView(pool, policy, dtype)
+        self.window = None
+        if pool.window is not None:
+            self.window = WindowAttention(layers, self.view, pool.window)
         self.selected = chosen = SelectedBackends.select_all(layers, self.view)
         self.observer, self.recent = None, None
         observing = self.view.observing if self.view.observes_decodes else None
@@ -81,6 +85,8 @@ class PagedAttention:
     def supports_graphs(self) -> bool:
         """Whether a decode step needs no host data, so that a CUDA graph can capture it."""
         on_cuda = self.view.pool.device.type == "cuda"
+        if self.window is not None:
+            return on_cuda and self.window.supports_graphs
         return on_cuda and all(backend.supports_graphs for backend in self.selected.decode)
 
 
@@ -110,6 +116,9 @@ class PagedContext(AttentionContext):
         self.recent, self.local = attention.recent, attention.local
         self.learned, self.worth = attention.learned, torch.empty(0)
         self.recent_indices = self.recent.begin(parts) if self.recent is not None else ()
+        self.window = None
+        if attention.window is not None:
+            self.window = attention.window.begin(parts, slots, positions)
         self.order = _order(parts, len(positions))
         self.chosen = [attention.selected.for_part(part) for part in parts]
         self.backends: Mapping[type[AttentionBackend], AttentionBackend] = {
@@ -121,6 +130,10 @@ class PagedContext(AttentionContext):
             self.worth = self.learned.of(layer, x)
         if self.layer_hook is not None:
             self.layer_hook(layer, x)
+
+    def keep_exact(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> None:
+        if self.window is not None:
+            self.window.keep(layer, ExactTokens(q[0], k[0], v[0]))
 
     def attend(self, layer: LayerAttention, q: Tensor, entries: Tensor) -> Tensor:
         """Store entries [1, N, R] of the step's tokens and attend with q [1, Hq, N, .]:
@@ -137,12 +150,24 @@ class PagedContext(AttentionContext):
                 if not part.decode:
                     self.local.add(layer, part, q, entries, index)
         outputs = [
-            self.backends[chosen[layer.index]].attend(layer, part, part.slice_of(q)).flatten(0, 1)
+            self._attend(layer, part, chosen, part.slice_of(q)).flatten(0, 1)
             for part, chosen in zip(self.parts, self.chosen, strict=True)
         ]
         if self.order is not None:
             return torch.cat(outputs)[self.order][None]
         return (torch.cat(outputs) if len(outputs) > 1 else outputs[0])[None]
+
+    def _attend(
+        self,
+        layer: LayerAttention,
+        part: AttentionMetadata,
+        chosen: Sequence[type[AttentionBackend]],
+        q: Tensor,
+    ) -> Tensor:
+        """Attention of a part's queries q [B, Hq, T, .]: [B, T, W]."""
+        if self.window is not None:
+            return self.window.attend(layer, part, q)
+        return self.backends[chosen[layer.index]].attend(layer, part, q)
 
 
 def _order(parts: Sequence[AttentionMetadata], num_tokens: int) -> Tensor | None:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvfold.attention.backend import RESIDUAL, AttentionBackend, Task, why_not_uniform
+from kvfold.attention.backend import RESIDUAL, AttentionBackend, Task, Weighed, why_not_uniform
 from kvfold.attention.base import LayerAttention, LayerShape
 from kvfold.attention.metadata import AttentionMetadata, CacheView
 from kvfold.attention.observer import Observer
@@ -101,15 +101,9 @@ class TritonDecode(AttentionBackend):
         self, layer: LayerAttention, part: AttentionMetadata, q: Tensor, into: Tensor | None = None
     ) -> Tensor:
         """q [B, Hq, 1, r] -> [B, 1, W]."""
-        if not self.plans:
-            for x in self.layers:
-                counts, queries = x.lengths(self.view, part), layer.geometry.queries_per_kv
-                plans = decode.plan_layers(x.groups, counts, queries, part.rows, x.limited)
-                self.plans.update(zip(x.layers, plans, strict=True))
-        q, pages = q[:, :, 0], self.view.pages[layer.index]
+        q = q[:, :, 0]
+        out, lse = self._decode(layer, part, q)
         plan = self.plans[layer.index]
-        limits = score_limits(layer, part)
-        out, lse = decode.decode(q, pages, part.slots, layer.scale, plan, limits)
         out, lse = _with_sinks(layer, out, lse)
         if self.observer is None or layer.index not in self.observer.layers:
             _add_metrics(self.view, layer.index, part, lse, plan)
@@ -118,6 +112,22 @@ class TritonDecode(AttentionBackend):
                 self.observer_rows = self.observer.rows_of(part)
             self.observer.buffer(layer.index, self.observer_rows, q, lse)
         return layer.merge_heads(out[:, :, None], into=into)
+
+    def weigh(self, layer: LayerAttention, part: AttentionMetadata, q: Tensor) -> Weighed:
+        out, lse = self._decode(layer, part, q[:, :, 0].contiguous())
+        return out[:, :, None], lse[..., None]
+
+    def _decode(
+        self, layer: LayerAttention, part: AttentionMetadata, q: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """q [B, Hq, r] -> out [B, Hq, s], lse fp32 [B, Hq]."""
+        if not self.plans:
+            for x in self.layers:
+                counts, queries = x.lengths(self.view, part), layer.geometry.queries_per_kv
+                plans = decode.plan_layers(x.groups, counts, queries, part.rows, x.limited)
+                self.plans.update(zip(x.layers, plans, strict=True))
+        inputs = self.view.pages[layer.index], part.slots, layer.scale, self.plans[layer.index]
+        return decode.decode(q, *inputs, score_limits(layer, part))
 
 
 class LatentDecode(AttentionBackend):
@@ -168,14 +178,18 @@ class LatentDecode(AttentionBackend):
         self, layer: LayerAttention, part: AttentionMetadata, q: Tensor, into: Tensor | None = None
     ) -> Tensor:
         """q [B, Hq, 1, d], rotated -> [B, 1, W]."""
+        out, lse = layer.with_sinks(*self.weigh(layer, part, q))
+        _add_metrics(self.view, layer.index, part, lse[..., 0], self.plans[layer.index])
+        return layer.merge_heads(out, into=into)
+
+    def weigh(self, layer: LayerAttention, part: AttentionMetadata, q: Tensor) -> Weighed:
         q = q[:, :, 0].contiguous()
         if not self.plans:
             self._plan(part, q)
         inputs = self.view.pages[layer.index], part.slots, layer.scale
         maps, plan = self.maps[layer.index], self.plans[layer.index]
-        out, lse = _with_sinks(layer, *latent_decode.latent_decode(q, *inputs, maps, plan))
-        _add_metrics(self.view, layer.index, part, lse, plan)
-        return layer.merge_heads(out[:, :, None], into=into)
+        out, lse = latent_decode.latent_decode(q, *inputs, maps, plan)
+        return out[:, :, None], lse[..., None]
 
     def _plan(self, part: AttentionMetadata, q: Tensor) -> None:
         spec = self.view.layout.spec

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from kvfold.cache.slabs import Slabs, ceil_div
+from kvfold.cache.window import WindowPages
 from kvfold.layout.pages import UNIT, CacheLayout, Ints
 from kvfold.ops.common.launch import upload
 from kvfold.ops.common.pages import LayerPages
@@ -60,7 +61,8 @@ class PoolStats:
     table_bytes: tables, lengths and free lists, in addition to the arena
     fragmentation: share of the arena in free pages of slabs that a class holds
     entry_occupancy: token entries stored / entries that their pages can hold (1 if there are none)
-    sequence_bytes: slot -> bytes of its pages
+    sequence_bytes: slot -> bytes of its pages, and of its window
+    window_bytes: windows of all slots, in addition to the arena
     """
 
     total_bytes: int
@@ -72,6 +74,7 @@ class PoolStats:
     entry_occupancy: float
     classes: tuple[ClassStats, ...]
     sequence_bytes: dict[int, int]
+    window_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +100,8 @@ class Pool:
         freed.
     coarse: the pool of coarser entries (of lower rank, or of fewer bits), with the same slots in
         the same arena; None if the layout has none.
+    window: the last tokens of every slot as the model computed them, in memory beside the arena;
+        None if the layout has no window.
     lengths: int32 [num_slots, G], token entries.
     host_lengths: a copy of lengths in host memory, int64; read only.
     padding_slot: an extra slot for the dummy sequences that pad a CUDA-graph batch. It has one
@@ -159,6 +164,9 @@ class Pool:
         self.coarse: CoarsePool | None = None
         if layout.coarse is not None:
             self.coarse = CoarsePool(self, layout.coarse, classes[len(layouts) :])
+        self.window: WindowPages | None = None
+        if layout.exact is not None:
+            self.window = WindowPages(layout.exact, layout.window, len(self.lengths), self.device)
 
     def pages(self, where: slice) -> LayerPages:
         """The pages of the groups `where`, in the form that ops take: views, which follow later
@@ -212,6 +220,8 @@ class Pool:
         if not len(closed):
             raise PoolFull(f"all {self.num_slots} slots are open")
         self._is_open[closed[0]] = True
+        if self.window is not None:
+            self.window.first[closed[0]] = 0
         return int(closed[0])
 
     def make_room_to_copy(self, slot: int) -> bool:
@@ -338,6 +348,11 @@ class Pool:
         return int(self._num_taken @ self._slabs.units) * UNIT
 
     @property
+    def window_bytes(self) -> int:
+        """Bytes of the windows of all slots, beside the arena."""
+        return 0 if self.window is None else self.window.num_bytes
+
+    @property
     def _num_taken(self) -> Ints:
         """Pages [C] that are not free."""
         slabs = self._slabs
@@ -392,8 +407,10 @@ class Pool:
                 ClassStats(**dict(zip(names, column, strict=True))) for column in columns.T.tolist()
             ),
             sequence_bytes={
-                int(slot): int(slot_bytes[slot]) for slot in np.flatnonzero(self._is_open)
+                int(slot): int(slot_bytes[slot]) + self.layout.window_bytes
+                for slot in np.flatnonzero(self._is_open)
             },
+            window_bytes=self.window_bytes,
         )
 
     def check_integrity(self) -> None:

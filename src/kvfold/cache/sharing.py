@@ -148,6 +148,8 @@ class SharingPool(Pool):
             self._add_reader(chain)
             self._chains[slot] = list(chain)
         self._commit(index, lengths, slabs)
+        if self.window is not None:
+            self.window.first[slot] = int(lengths.max())
         self._high_water = max(self._high_water, self.used_bytes)
 
     def make_room_to_copy(self, slot: int) -> bool:

@@ -141,7 +141,7 @@ class GPUMemory:
         """Bytes of its pages during prefill, when every token is stored until the compression."""
         layout = self.layout
         pages = -(-tokens // layout.page) * (layout.page_bytes + layout.spare_page_bytes)
-        return int((pages + layout.residual_bytes) * SLACK)
+        return int((pages + layout.residual_bytes + layout.window_bytes) * SLACK)
 
     def beside_pages(self, context: int) -> int:
         """Bytes per request outside of pages: what repair keeps of the prompt."""

@@ -81,6 +81,8 @@ class PagedSession(Session):
             bits += coarse @ [group.layout.row_bits for group in pool.coarse.layout.groups]
             pages += -(-coarse // pool.coarse.layout.page)
         bits += (lengths - packed) @ [tail.row_bits for tail in tails]
+        if layout.exact is not None:
+            bits += min(tokens, layout.window) * layout.exact.bits_per_token
         num_bytes = pool.stats().sequence_bytes[slot]
         return Footprint(
             tokens=tokens,

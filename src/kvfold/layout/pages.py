@@ -44,6 +44,7 @@ UNIT = 64  # page offsets count units of this many bytes
 BLOCK = 16  # alignment of the blocks of a page
 POSITION = 4  # bytes of an int32 position
 METRIC = 4  # bytes of an fp32 eviction metric
+WINDOW_PAGE = 32  # tokens of a page of an exact window
 UNQUANTIZED_BITS = 16  # nominal bits of an unquantised number, whatever its dtype
 
 
@@ -229,12 +230,16 @@ class CacheLayout:
 
     coarse: layout of the same groups for the rows of the coarse pool: of lower rank (unimportant
         tokens), or of fewer bits (`with_coarse_bits`); None if all tokens store the same.
+    window: last tokens of a sequence that are also kept as the model computed them; 0: none.
+    exact: layout of the pages that keep them (`with_window`).
     """
 
     spec: CacheSpec
     page: int
     groups: tuple[Group, ...]
     coarse: "CacheLayout | None" = None
+    window: int = 0
+    exact: "CacheLayout | None" = None
 
     @cached_property
     def layer_groups(self) -> tuple[slice, ...]:
@@ -304,7 +309,8 @@ class CacheLayout:
         for slabs, and for one sequence whose rows are being demoted to the low rank."""
         pages = -(-max_tokens // self.page)
         slot = self.page_bytes * pages + self.residual_bytes
-        return int((slot * num_slots + self.spare_page_bytes * pages) * 1.05) + 2**20
+        size = int((slot * num_slots + self.spare_page_bytes * pages) * 1.05) + 2**20
+        return size + self.window_bytes * num_slots
 
     @cached_property
     def spare_page_bytes(self) -> int:
@@ -342,13 +348,21 @@ class CacheLayout:
             full_rank = self.num_full_rank(rows)
             low_rank_sizes = [group.layout.page_bytes for group in self.coarse.groups]
             low_rank_bytes = int(-(-(rows - full_rank) // self.page) @ low_rank_sizes)
-        return int(-(-full_rank // self.page) @ sizes) + low_rank_bytes + self.residual_bytes
+        beside = self.residual_bytes + self.window_bytes
+        return int(-(-full_rank // self.page) @ sizes) + low_rank_bytes + beside
 
     @cached_property
     def residual_bytes(self) -> int:
         """Bytes of the residual blocks of one sequence, which it holds from its first row on."""
         tails = (group.layout.residual_block for group in self.groups)
         return sum(tail.page_bytes for tail in tails if tail is not None)
+
+    @cached_property
+    def window_bytes(self) -> int:
+        """Bytes of the window of one sequence, which its slot has from the start."""
+        if self.exact is None:
+            return 0
+        return -(-self.window // self.exact.page) * self.exact.page_bytes
 
 
 def plain_spec(geometry: Geometry) -> CacheSpec:
@@ -462,6 +476,15 @@ def with_coarse_bits(fine: CacheLayout, coarse: CacheLayout) -> CacheLayout:
         return replace(layout, groups=tuple(groups))
 
     return replace(padded(fine), coarse=padded(coarse))
+
+
+def with_window(layout: CacheLayout, tokens: int, itemsize: int) -> CacheLayout:
+    """`layout` with the last `tokens` tokens of a sequence kept as the model computed them, too, in
+    numbers of `itemsize` bytes."""
+    geometry = layout.spec.geometry
+    spec = CacheSpec(geometry=geometry, layers=(plain_layer(geometry),) * len(layout.spec.layers))
+    exact = cache_layout(spec, page=WINDOW_PAGE, itemsize=itemsize, bits=UNQUANTIZED_BITS)
+    return replace(layout, window=tokens, exact=exact)
 
 
 def _check_residual(residual: int, page: int, spec: CacheSpec, bits: int | None) -> None:

@@ -53,9 +53,20 @@ class LayerProjections:
         self.maps, self.layer = maps, layer
         self.entry_maps = None if isinstance(maps, RopeMaps) else _entry_maps(maps, layer)
         self.scale = 1.0  # factor of queries: the module's scaling over the plan's
+        self.key_constant: Tensor | None = None  # [Hk, d], see `lack_constant_of`
         number = next(self.numbers)
         self.handle = torch.tensor([number])
         _projections[number] = self
+
+    def lack_constant_of(self, mean: Tensor) -> None:
+        """Set what stored keys lack in all tokens, `key_constant`, so that exact keys can lack it,
+        too: the shift, and the part of the mean key [Hk, d] that the maps drop. Keys before RoPE
+        lack nothing."""
+        maps = self.maps
+        if not isinstance(maps, RopeMaps):
+            mean = mean.to(maps.key_up)
+            stored = torch.einsum("hdr,hd->hr", maps.key_down, mean) - maps.key_shift
+            self.key_constant = mean - torch.einsum("hdr,hr->hd", maps.key_up, stored)
 
     @cached_property
     def weights(self) -> Weights | None:
@@ -108,11 +119,16 @@ class StepCache(AttentionContext):
     def update(self, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         return k, v
 
+    def keep_exact(self, layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> None:
+        self._current().keep_exact(layer, q, k, v)
+
     def attend(self, layer: LayerAttention, q: Tensor, entries: Tensor) -> Tensor:
-        context = getattr(_forward, "context", None)
+        return self._current().attend(layer, q, entries)
+
+    def _current(self) -> AttentionContext:
+        context: AttentionContext | None = getattr(_forward, "context", None)
         assert context is not None, "a model of an engine runs inside `forward_context` only"
-        out: Tensor = context.attend(layer, q, entries)
-        return out
+        return context
 
 
 STEP_CACHE = StepCache()
@@ -219,6 +235,7 @@ def install(
     spec: CacheSpec,
     bits: int | None,
     hadamard_for: type[Format] | None,
+    key_means: Sequence[Tensor] | None = None,
 ) -> list[LayerAttention]:
     """Install projections and the paged attention function into the engine's own copy of a model,
     in place.
@@ -227,6 +244,7 @@ def install(
     spec: from `served_spec`.
     bits: of stored numbers; None: as planned.
     hadamard_for: the format that stored numbers are rotated for, or None.
+    key_means: mean keys [Hk, d] of each layer, for an exact window; None: there is none.
 
     Returns the layers' descriptions for attention backends.
     """
@@ -240,6 +258,8 @@ def install(
         projections = served_layer(index, spec, maps, layer.window, layer.sinks, tables)
         if layer.scaling is not None:
             projections.scale = layer.scaling / spec.geometry.scaling
+        if key_means is not None:
+            projections.lack_constant_of(key_means[index])
         module = model.get_submodule(layer.name)
         module.__dict__ |= {_PROJECTIONS: projections, _HANDLE: projections.handle}
         descriptions.append(projections.layer)
@@ -313,6 +333,9 @@ def _attend(
         None if positions is None else positions[0],
     )
     assert entries is not None, "each layer of an engine's model stores its own"
+    constant = projections.key_constant
+    exact_key = key if constant is None else key - constant[:, None]
+    STEP_CACHE.keep_exact(projections.layer, query, exact_key, value)
     out = STEP_CACHE.attend(projections.layer, q[None], entries[None])
     return out.unflatten(-1, (query.shape[1], -1))
 

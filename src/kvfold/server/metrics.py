@@ -183,6 +183,7 @@ class _EngineState(Collector):
                 "used": used,
                 "kept": pool.evictable_bytes,
                 "free": pool.free_bytes,
+                "windows": pool.window_bytes,
             },
         )
         yield self._labelled(

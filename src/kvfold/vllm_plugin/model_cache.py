@@ -32,6 +32,7 @@ REFUSED = {
 }
 REFUSED["keep_tokens"] = REFUSED["max_cache_tokens"] = REFUSED["repair"] = REFUSED["evict"]
 REFUSED["residual"] = REFUSED["format"]
+REFUSED["window"] = "exact windows are in kvfold's own engine; leave it out, or use kvfold.LLM"
 
 
 def parse_settings(config: Any) -> tuple[str | None, CacheConfig]:

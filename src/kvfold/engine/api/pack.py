@@ -38,6 +38,11 @@ def check_pages(runner: ModelRunner) -> None:
             "a `context` cannot be packed if its last entries are unquantised: leave `residual` "
             "and `format` out"
         )
+    if runner.pool.layout.window:
+        raise SettingError(
+            f"a `context` cannot be packed with `window={runner.pool.layout.window}`: its pages do"
+            " not hold the exact keys and values of its last tokens: leave `window` out"
+        )
     if runner.pool.layout.spec.hybrid is not None:
         raise SettingError(
             "a `context` cannot be packed with entries of two widths: compress the model without "

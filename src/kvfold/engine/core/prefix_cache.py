@@ -129,7 +129,9 @@ class PrefixCache(NoPrefixCache):
         self.pool, self.page, self.index = pool, pool.layout.page, PrefixIndex(pool)
         self.copies = pool.layout.tracked
         # A policy's scores need the queries of a prompt's last tokens, which must be computed.
-        self.num_recomputed = max(1, (policy.window if policy else None) or 1)
+        # An exact window holds the last tokens as the model computes them.
+        window = policy.window if policy else pool.layout.window
+        self.num_recomputed = max(1, window or 1)
         # Tokens that are re-scored together, if their scores do not depend on later tokens. Else 0.
         scorer = as_rescoring(policy)
         self._segment = scorer.chunk if scorer is not None and not scorer.sees_suffix else 0

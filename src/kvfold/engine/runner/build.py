@@ -19,7 +19,13 @@ from kvfold.engine.runner.runner import ModelRunner
 from kvfold.hub.checkpoint import spec_of
 from kvfold.layout import CacheSpec
 from kvfold.layout.formats import format_of
-from kvfold.layout.pages import CacheLayout, cache_layout, plain_spec, with_coarse_bits
+from kvfold.layout.pages import (
+    CacheLayout,
+    cache_layout,
+    plain_spec,
+    with_coarse_bits,
+    with_window,
+)
 from kvfold.maps.engine_model import check_servable, install, served_spec
 from kvfold.maps.family import attention_family
 from kvfold.maps.plain import measured_means, plain_sidecar, with_plain_maps
@@ -78,6 +84,8 @@ def build_runner(
         policy = policies.get(config.evict)
     compressed = spec_of(model)
     check_served(model.config, compressed, policy, config)
+    if config.window:  # which only maps beside the weights have
+        return _with_maps(model, None, config, num_slots, max_tokens, owned)
     check_scores(model, policy)
     check_weights(model, family_of(model.config))
     use_triton(model.device.type)
@@ -123,6 +131,13 @@ def _with_maps(
         )
     layers, maps = plain_sidecar(model) if maps is None else (maps.layers_of(model), maps)
     check_servable(model, layers)
+    key_means = None
+    if config.window:
+        sliding, capped = (
+            any(getattr(x, name) is not None for x in layers) for name in ("window", "softcap")
+        )
+        _check_window(config, sliding=sliding, capped=capped)
+        key_means = [x.keys for x in measured_means(model)]
     use_triton(model.device.type)
     maps = with_plain_maps(maps, model, layers)
     spec = served_spec(maps.spec)
@@ -132,7 +147,8 @@ def _with_maps(
     pool = _pool(layout, config, windows, num_slots, max_tokens, model.device)
     served = model if owned else shared_copy(model)
     rotated_format = format_of(config.format) if _rotates(maps.spec, config) else None
-    maps_of_layers = install(served, layers, maps, spec, config.bits, rotated_format)
+    rounded = config.bits, rotated_format
+    maps_of_layers = install(served, layers, maps, spec, *rounded, key_means)
     served_layers = [replace(x, module=served.get_submodule(x.name)) for x in layers]
     return ModelRunner(served, pool, family=attention_family(served_layers), layers=maps_of_layers)
 
@@ -158,10 +174,45 @@ def _pool(
     """A pool of the size in `config`, or for all slots at full length. windows: sliding window of
     each layer."""
     size = config.kv_bytes or default_bytes(layout, num_slots, max_tokens, device)
+    size = _without_windows(size, layout, config, num_slots)
     lengths = {"num_slots": num_slots, "max_tokens": max_tokens}
     with renamed(num_bytes="kv_bytes"), _blamed(config):
         return SharingPool(
             layout, size, **lengths, sliding_windows=windows, padding_slot=True, device=device
+        )
+
+
+def _without_windows(size: int, layout: CacheLayout, config: CacheConfig, num_slots: int) -> int:
+    """Bytes that are left for pages. Raises SettingError if the windows of all slots, and of the
+    padding slot, take all."""
+    windows = layout.window_bytes * (num_slots + 1)
+    if windows and windows >= size:
+        raise SettingError(
+            f"`window={config.window}` takes {windows} bytes for {num_slots} sequences, and the"
+            f" cache has {size}: raise `kv_bytes`, or take fewer sequences (`max_sequences`) or a"
+            " shorter `window`"
+        )
+    return size - windows
+
+
+def _check_window(cache: CacheConfig, *, sliding: bool, capped: bool) -> None:
+    """Raises SettingError for a model whose attention cannot have an exact window. sliding, capped:
+    whether some of its layers have a sliding window or capped scores."""
+    if sliding or capped:
+        what = "a sliding window" if sliding else "capped scores"
+        raise SettingError(
+            f"`window={cache.window}`: this model has layers with {what}, which exact windows do"
+            " not support: leave `window` out"
+        )
+
+
+def _check_compressed(cache: CacheConfig, kept_fraction: float) -> None:
+    """Raises SettingError for an exact window beside entries that are exact themselves."""
+    if cache.window and kept_fraction >= 1:
+        raise SettingError(
+            f"`window={cache.window}` keeps the last tokens exactly beside compressed ones, and"
+            " here all tokens keep all numbers in 16 bits: set `bits` to 8 or fewer, or leave"
+            " `window` out"
         )
 
 
@@ -215,6 +266,16 @@ def check_served(
             "drops old tokens one by one, and here they are packed together: leave both out and "
             "keep `bits`"
         )
+    if spec is not None and cache.window:
+        raise SettingError(
+            f"`window={cache.window}`: this model computes compressed keys and values, as its maps"
+            " are folded into its weights: leave `window` out, or compress the model without"
+            " `fold`"
+        )
+    if cache.window:
+        geometry = family_of(config).geometry(config)
+        _check_window(cache, sliding=windowed, capped=geometry.softcap is not None)
+        _check_compressed(cache, (cache.bits or 16) / 16)
     if policy is not None and windowed:
         raise SettingError(
             f"`evict={policy.name!r}`: this model's sliding window already drops old tokens, and "
@@ -316,6 +377,9 @@ def _paged(
     if page is None and device == "cuda" and cache.residual is None:
         page = one_pass_page(paged, spec.geometry.queries_per_kv)
     page = page or PAGE
+    if cache.window:
+        _check_compressed(cache, paged(page).kept_fraction)
+        return with_window(paged(page), cache.window, itemsize)
     if cache.when_full != "demote":
         return paged(page)
     _check_demotion(spec, tracked)

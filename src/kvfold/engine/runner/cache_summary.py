@@ -26,6 +26,10 @@ def cache_summary(runner: ModelRunner, cache: CacheConfig) -> list[tuple[str, st
         ("bits", f"{stored:.0f} B ({full_bytes / stored:.2f}x smaller)"),
         ("in pages", f"{per_token:.0f} B, with rounding and what eviction needs"),
     ]
+    if layout.window:
+        size = layout.window_bytes / 2**20
+        exact = f"last {layout.window} tokens of a request: {size:.1f} MiB, beside the pool"
+        rows.append(("exact window", exact))
     if keep_share is not None:
         policy = runner.policy
         least = policy.sinks + policy.protected_recent(0) if policy else 0

@@ -165,9 +165,10 @@ class ModelRunner:
     @property
     def can_rewind(self) -> bool:
         """Whether `Pool.truncate` to earlier lengths restores an earlier state of a sequence. Not
-        if entries were packed (residual), left a sliding window, or were demoted meanwhile."""
-        demotes = self.demoter or self.page_demoter
-        return not (self.sliding or self.pool.layout.residual or demotes)
+        if entries were packed (residual), left a sliding or an exact window, or were demoted
+        meanwhile."""
+        demotes, layout = self.demoter or self.page_demoter, self.pool.layout
+        return not (self.sliding or layout.residual or layout.window or demotes)
 
     # -- forward ------------------------------------------------------------------------------
 
@@ -233,8 +234,10 @@ class ModelRunner:
     @property
     def can_retry(self) -> bool:
         """See `Runner`. Not with a residual, whose blocks may have been packed and overwritten; nor
-        if attention was added to eviction metrics, which would count it twice."""
-        return not (self.pool.layout.residual or self.attention.view.observing)
+        if attention was added to eviction metrics, which would count it twice; nor with an exact
+        window, whose oldest tokens a step overwrites."""
+        layout = self.pool.layout
+        return not (layout.residual or layout.window or self.attention.view.observing)
 
     @torch.inference_mode()
     def free_outside_windows(self, batch: Batch) -> None:

@@ -11,8 +11,8 @@ def prefill(
     q: Tensor, keys: KVView, values: KVView, seen: Seen, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Like `ops.prefill.prefill`, in fp32 (fp64 for fp64 queries)."""
-    all_tokens = torch.ones(1, len(seen.counts[0]), 1, dtype=torch.bool, device=q.device)
-    return prefill_among(q, keys, values, seen, scale, all_tokens, softcap)[:2]
+    out, lse, _ = _prefill(q, keys, values, seen, scale, None, softcap)
+    return out, lse
 
 
 def prefill_among(
@@ -20,6 +20,14 @@ def prefill_among(
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Like `ops.prefill.prefill_among`, in fp32 (fp64 for fp64 queries)."""
+    return _prefill(q, keys, values, seen, scale, among, softcap)
+
+
+def _prefill(
+    q: Tensor, keys: KVView, values: KVView, seen: Seen, scale: float, among: Tensor | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """As `prefill_among`; without `among` its log-sum-exps are left empty."""
     group, dtype = q.shape[1] // len(seen.owner), torch.promote_types(q.dtype, torch.float32)
     out = q.new_zeros(*q.shape[:3], max(values.ranks))
     lse, lse_among = torch.empty(2, *q.shape[:3], dtype=torch.float32, device=q.device)
@@ -35,8 +43,9 @@ def prefill_among(
         weights = torch.where(visible, (scores - total).exp(), 0)
         out[:, query_heads, :, : values.ranks[h]] = (weights @ v).to(q.dtype)
         lse[:, query_heads] = (total[..., 0] * LOG2_E).float()
-        selected = scores.masked_fill(~among[:, g, None, None], -torch.inf).logsumexp(-1)
-        lse_among[:, query_heads] = (selected * LOG2_E).float()
+        if among is not None:
+            selected = scores.masked_fill(~among[:, g, None, None], -torch.inf).logsumexp(-1)
+            lse_among[:, query_heads] = (selected * LOG2_E).float()
     return out, lse, lse_among
 
 

@@ -1,0 +1,273 @@
+"""Attention with an exact window: every query sees its last N tokens as the model computed them,
+and all tokens before these as compressed entries.
+
+Every token is stored twice: as a compressed entry in the pool, and with its keys and values in a
+ring of its slot (`cache.window`). Attention to entries and attention to the ring are merged by
+their log-sum-exps. Shapes: B sequences of one attention call (a part of the step), T queries per
+sequence, N tokens of a window, S = N + T; M tokens of a step; Hq / Hk query / KV heads, d / dv head
+dims of keys / values, R numbers of an entry of the ring, W input width of W_O.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kvfold.attention.backend import AttentionBackend, Task, Weighed
+from kvfold.attention.base import Columns, LayerAttention
+from kvfold.attention.coarse import merged
+from kvfold.attention.fallback import Fallback
+from kvfold.attention.metadata import AttentionMetadata, PoolView
+from kvfold.attention.numba_decode import NumbaDecode
+from kvfold.attention.rows import rope_of
+from kvfold.attention.selector import select
+from kvfold.attention.triton_decode import LatentDecode, TritonDecode
+from kvfold.attention.triton_prefill import views_of
+from kvfold.cache.window import WindowPages
+from kvfold.layout.pages import CacheLayout
+from kvfold.ops import store
+from kvfold.ops.common.pages import LayerPages, owner_of
+from kvfold.ops.prefill import KVView, Seen, prefill
+from kvfold.ops.prefill.plan import NEVER
+
+# Backends that decode entries and the ring, in order of preference; the last supports everything.
+WEIGHING: tuple[type[AttentionBackend], ...] = (TritonDecode, LatentDecode, NumbaDecode, Fallback)
+
+
+@dataclass(frozen=True)
+class _View:
+    """Entries of one of the two places. all_lengths: int32 [slots, all groups]."""
+
+    pool_view: PoolView
+    layout: CacheLayout
+    pages: Mapping[int, LayerPages]
+    all_lengths: Tensor
+    observing: None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.pool_view.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.pool_view.device
+
+    @property
+    def max_tokens(self) -> int:
+        return self.pool_view.max_tokens
+
+    def lengths(self, slots: Tensor, groups: Tensor) -> Tensor:
+        """As in `CacheView`."""
+        return self.all_lengths[slots[:, None], groups]
+
+
+@dataclass(frozen=True)
+class ExactTokens:
+    """Queries [Hq, M, d], keys [Hk, M, d] and values [Hk, M, dv] of a step's tokens in one layer,
+    as in `AttentionContext.keep_exact`."""
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+
+
+class WindowAttention:
+    """What all steps share.
+
+    older: the compressed entries before each sequence's window.
+    recent: the window.
+    layers: descriptions of the layers for the window.
+    decoders: of older entries and of recent ones.
+    """
+
+    def __init__(self, layers: Sequence[LayerAttention], view: PoolView, ring: WindowPages) -> None:
+        self.view, self.ring, self.tokens = view, ring, ring.tokens
+        lengths, groups_of = torch.zeros_like(view.pool.lengths), view.layout.layer_groups
+        older = {
+            i: pages._replace(lengths=lengths[:, groups_of[i]]) for i, pages in view.pages.items()
+        }
+        recent = {i: ring.pages(i) for i in older}
+        self.older = _View(view, view.layout, older, lengths)
+        self.recent = _View(view, ring.layout, recent, ring.lengths)
+        self.layers = [_uncompressed(x, ring.layout) for x in layers]
+        task = Task(decode=True, observed=False, device_type=view.device.type, dtype=view.dtype)
+        self.decoders = [
+            _Decoders(self.older, layers, task),
+            _Decoders(self.recent, self.layers, task),
+        ]
+
+    @property
+    def supports_graphs(self) -> bool:
+        """Whether a CUDA graph can capture a decode step."""
+        return all(x.supports_graphs for side in self.decoders for x in side.kinds)
+
+    def begin(
+        self, parts: Sequence[AttentionMetadata], slots: Tensor, positions: Tensor
+    ) -> "WindowStep":
+        """Begin a step of M tokens: slots int64 [M], positions int32 [M]. Never waits for the
+        device."""
+        lengths = self.view.pool.lengths
+        count = (lengths[:, :1] - self.ring.first[:, None]).clamp(0, self.tokens).int()
+        torch.sub(lengths, count, out=self.older.all_lengths)
+        self.ring.lengths.copy_(count.expand_as(self.ring.lengths))
+        return WindowStep(self, parts, slots, positions)
+
+
+class _Decoders:
+    """The decode backends of one side. kinds: by layer."""
+
+    def __init__(self, view: _View, layers: Sequence[LayerAttention], task: Task) -> None:
+        self.view = view
+        self.kinds = [
+            select(x, view.layout.groups_of_layer(x.index), task, WEIGHING).backend for x in layers
+        ]
+        pairs = list(zip(layers, self.kinds, strict=True))
+        self.make = {
+            kind: kind.prepare(view, [x for x, chosen in pairs if chosen is kind], None)
+            for kind in set(self.kinds)
+        }
+
+    def begin(self) -> list[AttentionBackend]:
+        """The backends of a step, by layer."""
+        backends = {kind: make(self.view) for kind, make in self.make.items()}
+        return [backends[kind] for kind in self.kinds]
+
+
+def _uncompressed(layer: LayerAttention, layout: CacheLayout) -> LayerAttention:
+    """The description of a layer that stores keys and values as they are."""
+    spec = layout.spec.layers[layer.index]
+    keys, values = (Columns(spec, x) for x in (spec.key_latents, spec.value_latents))
+    return replace(
+        layer, spec=spec, key_columns=keys, value_columns=values, key_up=None, key_mean=None,
+        value_up=None, output_maps=None, rope=None,
+    )  # fmt: skip
+
+
+class WindowStep:
+    """Attention of one step.
+
+    last_tokens: int64 [m], the last N tokens of every part in the packed row; None: all tokens.
+    """
+
+    def __init__(
+        self,
+        attention: WindowAttention,
+        parts: Sequence[AttentionMetadata],
+        slots: Tensor,
+        positions: Tensor,
+    ) -> None:
+        self.attention, self.tokens = attention, attention.tokens
+        self.older, self.recent = (side.begin() for side in attention.decoders)
+        self.last_tokens: Tensor | None = None
+        if any(part.positions.shape[1] > self.tokens for part in parts):
+            sizes = [part.positions.shape for part in parts]
+            last = [
+                x.packed.view(size)[:, -self.tokens :] for x, size in zip(parts, sizes, strict=True)
+            ]
+            self.last_tokens = torch.cat([x.flatten() for x in last])
+            slots, positions = slots[self.last_tokens], positions[self.last_tokens]
+        self.slots, self.index = slots, (positions % self.tokens).long()
+        self.chunks = {id(x): _Chunk(x, attention.ring) for x in parts if not x.decode}
+        self.current: ExactTokens | None = None
+        self.before: dict[int, Tensor] = {}
+
+    def keep(self, layer: LayerAttention, exact: ExactTokens) -> None:
+        """Store a layer's keys and values of the step's tokens in the rings, after reading what
+        they overwrite."""
+        ring, pages = self.attention.ring, self.attention.recent.pages[layer.index]
+        self.current = exact
+        entries = ring.entries(exact.keys, exact.values)
+        self.before = {
+            name: chunk.entries(pages, entries, self.attention.view.dtype)
+            for name, chunk in self.chunks.items()
+        }
+        if self.last_tokens is not None:
+            entries = entries[self.last_tokens]
+        index = self.index[:, None].expand(-1, len(pages.groups))
+        store.append(pages, entries, self.slots, index)
+
+    def attend(self, layer: LayerAttention, part: AttentionMetadata, q: Tensor) -> Tensor:
+        """Attention of q [B, Hq, T, .] in the space of scores, after `keep`: [B, T, W]."""
+        assert self.current is not None, "the layer's exact tokens come first"
+        exact_q = part.slice_of(self.current.queries[None])
+        near = self._near(layer, part, exact_q)
+        out, _ = layer.with_sinks(*merged(near, self._far(layer, part, q)))
+        return out.to(q.dtype).transpose(1, 2).flatten(2)
+
+    def _near(self, layer: LayerAttention, part: AttentionMetadata, q: Tensor) -> Weighed:
+        """Attention of q [B, Hq, T, d] to the window: [B, Hq, T, dv]."""
+        plain = self.attention.layers[layer.index]
+        if part.decode:
+            groups = len(self.attention.recent.pages[layer.index].groups)
+            rows = len(part.slots) * self.tokens * groups
+            window = replace(part, rows=rows, lengths=part.lengths.clip(max=self.tokens))
+            return self.recent[layer.index].weigh(plain, window, q)
+        entries, chunk = self.before[id(part)], self.chunks[id(part)]
+        keys, values = (
+            KVView(entries, *x.head_columns) for x in (plain.key_columns, plain.value_columns)
+        )
+        return prefill(q, keys, values, chunk.seen(part), layer.scale)
+
+    def _far(self, layer: LayerAttention, part: AttentionMetadata, q: Tensor) -> Weighed:
+        """Attention of q [B, Hq, T, .] to the compressed entries before the window, with values
+        projected up: [B, Hq, T, dv]."""
+        mapped = False
+        if part.decode:
+            out, lse = self.older[layer.index].weigh(layer, part, q)
+        else:
+            view = self.attention.view
+            pages = view.pages[layer.index]
+            counts = pages.lengths[part.slots]
+            stored = store.gather(pages, part.slots, counts, view.dtype, part.size(layer.index))
+            keys, values, mapped = views_of(
+                layer, q, stored.rows, rope_of(layer, stored, pages.groups, part.stop)
+            )
+            visible = Seen(
+                counts=counts, owner=owner_of(pages.groups), positions=None,
+                queries=self.chunks[id(part)].last_far,
+            )  # fmt: skip
+            out, lse = prefill(q, keys, values, visible, layer.scale)
+        heads = layer.merge_heads(out.to(q.dtype), mapped)
+        return heads.unflatten(2, (out.shape[1], -1)).transpose(1, 2), lse
+
+
+class _Chunk:
+    """The tokens that a prefill part sees exactly: those of the ring, then its own.
+
+    positions: int32 [B, S], NEVER for tokens that do not exist.
+    last_far: int32 [B, T], position of the last token that each query sees compressed.
+    """
+
+    def __init__(self, part: AttentionMetadata, ring: WindowPages) -> None:
+        self.part, self.tokens = part, ring.tokens
+        self.heads = ring.layout.spec.geometry.num_kv_heads
+        own, first = part.positions.long(), ring.first[part.slots][:, None]
+        start = own[:, :1]
+        index = torch.arange(self.tokens, device=own.device)
+        before = start - 1 - (start - 1 - index) % self.tokens
+        before = before.masked_fill(before < first, NEVER)
+        # Shorter parts of a call are padded with their first token, which counts once.
+        is_padding = F.pad(own.diff(dim=1) == 0, (0, 1))
+        self.positions = torch.cat((before, own.masked_fill(is_padding, NEVER)), 1).int()
+        self.last_far = torch.maximum(own - self.tokens, first - 1).int()
+
+    def entries(self, pages: LayerPages, packed: Tensor, dtype: torch.dtype) -> Tensor:
+        """Entries [B, S, R] of the ring, before it is written to, and of the part's own tokens.
+        packed [M, R]: of the step's."""
+        part = self.part
+        counts = part.slots.new_full((len(part.slots), len(pages.groups)), self.tokens)
+        held = store.gather(pages, part.slots, counts, dtype, self.tokens).rows
+        absent = (self.positions[:, : self.tokens] == NEVER)[..., None]
+        own = part.slice_of(packed[None, None])[:, 0]
+        return torch.cat((held.masked_fill(absent, 0), own), 1)
+
+    def seen(self, part: AttentionMetadata) -> Seen:
+        """What each query sees of `entries`."""
+        size = self.positions.shape
+        return Seen(
+            counts=torch.full((size[0], 1), size[1], device=self.positions.device),
+            owner=(0,) * self.heads, positions=self.positions[:, None], queries=part.positions,
+            window=self.tokens,
+        )  # fmt: skip
