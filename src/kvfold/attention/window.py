@@ -243,15 +243,15 @@ class _Chunk:
     def __init__(self, part: AttentionMetadata, ring: WindowPages) -> None:
         self.part, self.tokens = part, ring.tokens
         self.heads = ring.layout.spec.geometry.num_kv_heads
-        new, first = part.positions.long(), ring.first[part.slots][:, None]
-        start = new[:, :1]
-        index = torch.arange(self.tokens, device=new.device)
+        queries, first = part.positions.long(), ring.first[part.slots][:, None]
+        start = queries[:, :1]
+        index = torch.arange(self.tokens, device=queries.device)
         before = start - 1 - (start - 1 - index) % self.tokens
         before = before.masked_fill(before < first, NEVER)
         # Shorter parts of a call are padded with their first token, which counts once.
-        is_padding = F.pad(new.diff(dim=1) == 0, (0, 1))
-        self.positions = torch.cat((before, new.masked_fill(is_padding, NEVER)), 1).int()
-        self.last_far = torch.maximum(new - self.tokens, first - 1).int()
+        is_padding = F.pad(queries.diff(dim=1) == 0, (0, 1))
+        self.positions = torch.cat((before, queries.masked_fill(is_padding, NEVER)), 1).int()
+        self.last_far = torch.maximum(queries - self.tokens, first - 1).int()
 
     def entries(self, pages: LayerPages, packed: Tensor, dtype: torch.dtype) -> Tensor:
         """Entries [B, S, R] of the ring, before it is written to, and of the part's own tokens.
@@ -260,8 +260,8 @@ class _Chunk:
         counts = part.slots.new_full((len(part.slots), len(pages.groups)), self.tokens)
         held = store.gather(pages, part.slots, counts, dtype, self.tokens).rows
         absent = (self.positions[:, : self.tokens] == NEVER)[..., None]
-        new = part.slice_of(packed[None, None])[:, 0]
-        return torch.cat((held.masked_fill(absent, 0), new), 1)
+        new_entries = part.slice_of(packed[None, None])[:, 0]
+        return torch.cat((held.masked_fill(absent, 0), new_entries), 1)
 
     def seen(self, part: AttentionMetadata) -> Seen:
         """What each query sees of `entries`."""
