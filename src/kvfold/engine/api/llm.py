@@ -103,7 +103,8 @@ class LLM:
     seed: of eviction policies that draw random numbers; requests have their own seeds.
     owned: nobody else uses the loaded model, so attention weights are not copied.
     prefix_caching: requests that share a prefix compute it once (default: if that changes no
-        tokens; True: raise an error if it would).
+        tokens; True: raise an error if it would). With `window`, the first tokens after a shared
+        prefix have fewer exact tokens before them, which may change a token.
     maps: sidecar maps for a model of any type, or their folder or hub id (see `kvfold.attach`).
     shadow: share of the requests, such as 0.001 or "0.1%", that are scored again by the original
         model in idle time, to measure what compression loses; `engine.shadow.totals` has the sums.
