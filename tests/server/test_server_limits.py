@@ -388,7 +388,7 @@ class Crowd:
 def test_nothing_is_lost_in_a_crowd_of_clients(seconds: int, clients: int, caching: bool) -> None:
     """Pages, answers, health and memory: `serving` checks that no page is left. Prefixes of all
     prompts together do not fit the pool, and all clients not the queue."""
-    llm = small_llm(max_sequences=clients // 4, prefix_caching=caching, kv_bytes=2**23)
+    llm = small_llm(max_sequences=clients // 4, prefix_caching=caching, kv_bytes=2**17 * clients)
     with serving(llm, limits=Limits(max_queue=clients * 5 // 8)) as served:
         first = Crowd(served, seconds / 2)  # of what is kept for good, all is there after it
         asyncio.run(first.run(clients))
