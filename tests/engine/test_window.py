@@ -21,7 +21,7 @@ from kvfold.utils.errors import SettingError
 from maps_engine_cases import apart
 from model_types import tiny
 from sidecar_cases import bytes_tokenizer
-from steps import DEVICE, step
+from steps import step
 from windowed import Window, windowed
 
 TOKENS, STEPS = 60, 45
@@ -127,7 +127,7 @@ def test_sequences_of_a_batch_have_windows_of_their_own(
     """Some are shorter than the window; chunks of prompts stand beside decodes, and in one call
     with others if they are padded, as on a GPU."""
     if padded:
-        monkeypatch.setattr(metadata, "BATCHED_DEVICES", {DEVICE})
+        monkeypatch.setattr(metadata, "BATCHED_DEVICES", {"cpu"})
     model, maps = compressed("llama", recipe)
     runner, window = runner_of(model, 9, maps=maps), whole(9)
     requests = []

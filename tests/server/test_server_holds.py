@@ -3,6 +3,7 @@ bounded; so are memory, connections and log lines."""
 
 import json
 import logging
+import os
 import socket
 import threading
 import time
@@ -273,6 +274,7 @@ def test_a_grammar_is_compiled_no_longer_than_its_client_waits(small: Served, mo
     forked = grammar.Grammars._fork
     monkeypatch.setattr(grammar.Grammars, "_fork", fork)
     before = grammar_processes()
+    assert before, "the process that forks others is not counted"
     schema = {"type": "json_schema", "json_schema": {"schema": SLOW_SCHEMA | {"title": "left"}}}
     for stream in (False, True):
         with pytest.raises(httpx.TimeoutException):
@@ -286,12 +288,14 @@ def test_a_grammar_is_compiled_no_longer_than_its_client_waits(small: Served, mo
 
 
 def grammar_processes() -> set[int]:
-    """Of grammars, on this machine, that are no zombies."""
-    found = set()
+    """Of grammars, started by this worker of pytest-xdist, that are no zombies."""
+    found, names = set(), ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_TESTRUNUID")
+    started_here = {f"{x}={os.environ[x]}".encode() for x in names if x in os.environ}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-            if b"kvfold.engine.api.grammar_process" in (folder / "cmdline").read_bytes():
+            is_grammar = b"kvfold.engine.api.grammar_process" in (folder / "cmdline").read_bytes()
+            if is_grammar and started_here <= {*(folder / "environ").read_bytes().split(b"\0")}:
                 found |= {int(folder.name)} - ({int(folder.name)} if state == "Z" else set())
     return found
 
