@@ -21,13 +21,13 @@ from torch import Tensor
 from kvfold import LLM, SamplingParams
 from kvfold.bench.synthetic_engine import random_model
 from kvfold.calibration.text import calibration_text
+from kvfold.cli.bench_common import RANDOM
 from kvfold.cli.common import versions
 from kvfold.engine.requests.request import Batch
 from kvfold.evaluation.perplexity import mean_and_se
 from kvfold.hub.loading import load, load_tokenizer
 from kvfold.utils.files import write_json
 
-RANDOM = "random:"  # before a shape: a model of random weights, for times alone
 SHARE = 2 / 3  # of the pool that all requests need
 RUNS: dict[str, dict[str, Any]] = {
     "whole pool": {"bits": 8},

@@ -52,18 +52,18 @@ FLAGS = {  # settings of suites-qwen.json: flags of kvfold, times smaller
     "small-14x": ("`--recipe small --factor 14`", 14),
 }
 
-RULER = (  # settings of ruler-qwen-*.json, how pages name them, times smaller
-    ("bits-8", "`--bits 8`", "2x"),
-    ("bits-4", "`--bits 4`", "3.9x"),
-    ("small-4x", "`--recipe small --factor 4`", "4x"),
-    ("swift-4x", "default (`swift` for speed)", "4x"),
-    ("swift-5x", "`--recipe swift --set prefer=speed --factor 5`", "5x"),
-    ("small-8x", "`--recipe small --factor 8`", "8x"),
-    ("kvzip-before", "`--evict kvzip`, a quarter, question known", "4x"),
-    ("kvzip-after", "`--evict kvzip`, a quarter, question later", "4x"),
-    ("snapkv-before", "`--evict snapkv`, a quarter, question known", "4x"),
-    ("snapkv-after", "`--evict snapkv`, a quarter, question later", "4x"),
-)
+RULER = {  # settings of ruler-qwen-*.json, as FLAGS
+    "bits-8": FLAGS["bits-8"],
+    "bits-4": FLAGS["bits-4"],
+    "small-4x": FLAGS["small-4x"],
+    "swift-4x": FLAGS["default"],
+    "swift-5x": FLAGS["swift-5x-speed"],
+    "small-8x": FLAGS["small-8x"],
+    "kvzip-before": ("`--evict kvzip`, a quarter, question known", 4),
+    "kvzip-after": ("`--evict kvzip`, a quarter, question later", 4),
+    "snapkv-before": ("`--evict snapkv`, a quarter, question known", 4),
+    "snapkv-after": ("`--evict snapkv`, a quarter, question later", 4),
+}
 
 
 def results(name: str) -> Any:
@@ -113,19 +113,18 @@ def ruler() -> str:
     files = [f"ruler-qwen-{tokens}" for tokens in (4096, 16384)]
     found = [{row["setting"]: row for row in results(file)["rows"]} for file in files]
 
-    def line(setting: str, label: str, size: str) -> list[str]:
+    def line(setting: str, label: str, size: float) -> list[str]:
         rows = [x.get(setting) for x in found]
         lost = [
             f"{100 * x['difference']:+.1f} ± {100 * x['difference_se']:.1f}" if x else ""
             for x in rows
         ]
-        return [label + mark(files[0], setting), size, *lost]
+        return [label + mark(files[0], setting), smaller(size), *lost]
 
     scores = [f"{100 * x['original']['score']:.1f} %" for x in found]
-    lines = [["uncompressed", "1x", *scores]]
-    for setting, label, size in RULER:
-        lines.append(line(setting, label, size))
-    return markdown(["setting", "smaller", "4096 tokens", "16384 tokens"], lines)
+    first = ["uncompressed", "1x", *scores]
+    head = ["setting", "smaller", "4096 tokens", "16384 tokens"]
+    return markdown(head, [first, *(line(name, *x) for name, x in RULER.items())])
 
 
 def answers() -> str:
