@@ -15,6 +15,10 @@ when the turn was due. A number of sessions is borne where 95 % of first tokens 
 seconds and 95 % of turns take at most --token milliseconds a token. The run ends with the first
 number that is not borne, or after --limit seconds. Quality is not measured here.
 
+--filled: first contexts are not read but taken for what the cache has (small numbers), all else is
+as it is: what is counted begins when every context is in the cache, as far as it fits, and that
+takes seconds in place of minutes.
+
 --documents 64: afterwards, in the same engine, so many people each read a document of 32,768
 tokens, ask three questions about it, --reading seconds apart in the mean, and go on to another
 document. What counts is how many questions are answered a second. --sessions '' leaves out agents.
@@ -28,6 +32,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,10 +46,12 @@ from vllm.sampling_params import RequestOutputKind
 from kvfold.bench.synthetic_engine import WIDTHS
 from vllm_speed import (
     MAPS,
+    as_read,
     cache_options,
     capacity,
     device,
     model_folder,
+    scribble,
     write_config,
     write_maps,
 )
@@ -89,7 +96,8 @@ class Agents:
     """The sessions of one engine."""
 
     def __init__(self, llm: LLM, options: argparse.Namespace) -> None:
-        self.engine, self.options, self.random = llm.llm_engine, options, random.Random(0)
+        self.llm, self.engine = llm, llm.llm_engine
+        self.options, self.random = options, random.Random(0)
         self.pause = options.pause
         self.vocabulary = llm.model_config.get_vocab_size()
         self.system = self.tokens(options.system)
@@ -167,10 +175,11 @@ class Agents:
 
     def level(self, sessions: int, out_of_time: Callable[[], bool]) -> dict[str, Any] | None:
         """Measure so many sessions. None if time ran out before."""
-        while len(self.sessions) < sessions:
-            self.join()
-            self.run(lambda: self._new() < JOINING or out_of_time())
-        self.run(lambda: not self._new() or out_of_time())
+        with as_read(self.llm) if self.options.filled else nullcontext():
+            while len(self.sessions) < sessions:
+                self.join()
+                self.run(lambda: self._new() < JOINING or out_of_time())
+            self.run(lambda: not self._new() or out_of_time())
         if out_of_time():
             return None
         self._for(self.options.settle)
@@ -280,6 +289,7 @@ def main() -> None:
     parser.add_argument("--token", type=float, default=40, help="milliseconds a token")
     parser.add_argument("--seconds", type=float, default=40, help="that count")
     parser.add_argument("--settle", type=float, default=8, help="seconds before them")
+    parser.add_argument("--filled", action="store_true", help="first contexts are not read")
     parser.add_argument("--limit", type=float, default=480, help="seconds of the whole run")
     parser.add_argument("--chunk", type=int, default=4096, help="tokens of a step")
     parser.add_argument("--memory", type=float, default=0.9, help="share of the GPU's")
@@ -298,6 +308,8 @@ def main() -> None:
         if options.kind.startswith(MAPS):
             write_maps(maps, options.kind, config)
         llm = engine(model, maps, options)
+    if options.filled:
+        llm.collective_rpc(scribble)
     settings = {name: x for name, x in vars(options).items() if name != "json"}
     tokens, size = capacity(llm)
     report: dict[str, Any] = {

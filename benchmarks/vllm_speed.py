@@ -324,6 +324,9 @@ class AsRead:
     def get_num_new_matched_tokens(self, request: Any, known: int) -> tuple[int, bool]:
         return request.num_tokens - 1 - known, False
 
+    def request_finished(self, request: Any, blocks: Any) -> tuple[bool, None]:
+        return False, None
+
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_, **__: None
 
