@@ -10,6 +10,7 @@ from torch import Tensor
 
 import kvfold
 from kvfold import LLM, SamplingParams
+from kvfold.attention import window as attention_window
 from kvfold.config import CacheConfig
 from kvfold.engine.requests.request import Request
 from kvfold.engine.runner import metadata
@@ -54,6 +55,12 @@ class Compressed:
 @pytest.fixture(scope="module")
 def compressed(tmp_path_factory: pytest.TempPathFactory) -> Compressed:
     return Compressed(tmp_path_factory.mktemp("maps"))
+
+
+@pytest.fixture(autouse=True)
+def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short prompts take several blocks of queries."""
+    monkeypatch.setattr(attention_window, "BLOCK", 4)
 
 
 def runner_of(model: Any, window: int, slots: int = 3, **settings: Any) -> ModelRunner:

@@ -83,6 +83,7 @@ def test_logits_are_the_reference_s(
         return inner(q, *inputs)
 
     monkeypatch.setattr(window, "prefill", prefill)
+    monkeypatch.setattr(window, "BLOCK", 2)
     found = {}
     for name in ("reference", "triton"):
         backend(name)

@@ -35,6 +35,8 @@ from kvfold.ops.prefill.plan import NEVER
 # Backends that decode entries and the ring, in order of preference; the last supports everything.
 WEIGHING: tuple[type[AttentionBackend], ...] = (TritonDecode, LatentDecode, NumbaDecode, Fallback)
 
+BLOCK = 128  # least queries that are attended to together in a prefill
+
 
 @dataclass(frozen=True)
 class _View:
@@ -208,7 +210,9 @@ class WindowStep:
         keys, values = (
             KVView(entries, *x.head_columns) for x in (plain.key_columns, plain.value_columns)
         )
-        return prefill(q, keys, values, chunk.seen(part), layer.scale)
+        blocks = chunk.blocks.queries(q)
+        out, lse = prefill(blocks, keys, values, chunk.seen, layer.scale)
+        return chunk.blocks.joined(out), chunk.blocks.joined(lse[..., None])[..., 0]
 
     def _far(self, layer: LayerAttention, part: AttentionMetadata, q: Tensor) -> Weighed:
         """Attention of q [B, Hq, T, .] to the compressed entries before the window, with values
@@ -236,38 +240,67 @@ class WindowStep:
 class _Chunk:
     """The tokens that a prefill part sees exactly: those of the ring, then its own.
 
-    positions: int32 [B, S], NEVER for tokens that do not exist.
+    index: int64 [B, S], where entry s is in a ring and the part's entries behind it, in the order
+        of positions.
+    is_visible: bool [B, S]; False for padding and for tokens that were not stored exactly.
     last_far: int32 [B, T], position of the last token that each query sees compressed.
     """
 
     def __init__(self, part: AttentionMetadata, ring: WindowPages) -> None:
         self.part, self.tokens = part, ring.tokens
-        self.heads = ring.layout.spec.geometry.num_kv_heads
         queries, first = part.positions.long(), ring.first[part.slots][:, None]
         start = queries[:, :1]
-        index = torch.arange(self.tokens, device=queries.device)
-        before = start - 1 - (start - 1 - index) % self.tokens
-        before = before.masked_fill(before < first, NEVER)
+        row = torch.arange(self.tokens + queries.shape[1], device=queries.device)
         # Shorter parts of a call are padded with their first token, which counts once.
-        is_padding = F.pad(queries.diff(dim=1) == 0, (0, 1))
-        self.positions = torch.cat((before, queries.masked_fill(is_padding, NEVER)), 1).int()
+        padding = (queries.diff(dim=1) == 0).sum(1, keepdim=True)
+        positions = start - self.tokens - padding + row
+        self.index = torch.where(positions < start, positions % self.tokens, row)
+        self.is_visible = positions >= torch.maximum(first, start - self.tokens)
         self.last_far = torch.maximum(queries - self.tokens, first - 1).int()
+        self.blocks = blocks = _Blocks(self.tokens, queries.shape[1])
+        positions = positions.masked_fill(~self.is_visible, NEVER).int()
+        positions = blocks.keys(positions[..., None], NEVER)[..., 0]
+        heads = ring.layout.spec.geometry.num_kv_heads
+        self.seen = Seen(
+            counts=torch.full_like(positions[:, :1], positions.shape[1]),
+            owner=(0,) * heads, positions=positions[:, None].contiguous(),
+            queries=blocks.queries(part.positions[:, None, :, None], NEVER)[:, 0, :, 0].contiguous(),
+            window=self.tokens,
+        )  # fmt: skip
 
     def entries(self, pages: LayerPages, packed: Tensor, dtype: torch.dtype) -> Tensor:
-        """Entries [B, S, R] of the ring, before it is written to, and of the part's own tokens.
-        packed [M, R]: of the step's."""
+        """Entries [B * blocks, ., R] of the ring, before it is written to, and of the part's own
+        tokens. packed [M, R]: of the step's."""
         part = self.part
         counts = part.slots.new_full((len(part.slots), len(pages.groups)), self.tokens)
         held = store.gather(pages, part.slots, counts, dtype, self.tokens).rows
-        absent = (self.positions[:, : self.tokens] == NEVER)[..., None]
-        new_entries = part.slice_of(packed[None, None])[:, 0]
-        return torch.cat((held.masked_fill(absent, 0), new_entries), 1)
+        entries = torch.cat((held, part.slice_of(packed[None, None])[:, 0]), 1)
+        entries = entries.gather(1, self.index[..., None].expand_as(entries))
+        return self.blocks.keys(entries.masked_fill(~self.is_visible[..., None], 0))
 
-    def seen(self, part: AttentionMetadata) -> Seen:
-        """What each query sees of `entries`."""
-        size = self.positions.shape
-        return Seen(
-            counts=torch.full((size[0], 1), size[1], device=self.positions.device),
-            owner=(0,) * self.heads, positions=self.positions[:, None], queries=part.positions,
-            window=self.tokens,
-        )  # fmt: skip
+
+class _Blocks:
+    """T queries in blocks, each with the tokens that its queries may see: `tokens` before the
+    block, and the block's own. Scores grow with T, not with its square."""
+
+    def __init__(self, tokens: int, queries: int) -> None:
+        self.tokens, self.total = tokens, queries
+        self.size = min(queries, max(tokens, BLOCK))
+        self.count = -(-queries // self.size)
+        self.padding = self.count * self.size - queries
+
+    def keys(self, rows: Tensor, fill: int = 0) -> Tensor:
+        """Rows [B, tokens + T, R] as [B * blocks, tokens + size, R]. fill: of rows that do not
+        exist."""
+        rows = F.pad(rows, (0, 0, 0, self.padding), value=fill)
+        return rows.unfold(1, self.tokens + self.size, self.size).mT.flatten(0, 1)
+
+    def queries(self, q: Tensor, fill: int = 0) -> Tensor:
+        """Queries [B, H, T, d] as [B * blocks, H, size, d]."""
+        q = F.pad(q, (0, 0, 0, self.padding), value=fill)
+        return q.unflatten(2, (self.count, self.size)).transpose(1, 2).flatten(0, 1)
+
+    def joined(self, out: Tensor) -> Tensor:
+        """Undo `queries`."""
+        out = out.unflatten(0, (-1, self.count)).transpose(1, 2).flatten(2, 3)
+        return out[:, :, : self.total]
