@@ -113,6 +113,9 @@ class Agents:
         drawn = self.random.lognormvariate(math.log(middle), 0.6)
         return int(min(high, max(low, drawn)))
 
+    def mix(self) -> None:
+        """Called when all have joined."""
+
     def join(self) -> None:
         """One more session."""
         self.sessions.append(Session(self.first_context(), due=time.perf_counter()))
@@ -182,6 +185,7 @@ class Agents:
             self.run(lambda: not self._new() or out_of_time())
         if out_of_time():
             return None
+        self.mix()
         self._for(self.options.settle)
         start = time.perf_counter()
         self._for(self.options.seconds)
@@ -240,6 +244,11 @@ class Readers(Agents):
 
     def first_context(self) -> list[int]:
         return self.context(DOCUMENT)
+
+    def mix(self) -> None:
+        """A third of them goes on to another document with the next question."""
+        for session in self.sessions:
+            session.turns = self.random.randint(1, QUESTIONS)
 
     def ask(self, session: Session) -> int:
         if session.turns and session.turns % QUESTIONS == 0:

@@ -51,12 +51,6 @@ def percent(nats: float) -> str:
     return f"{value:+.{digits}f} %"
 
 
-def extent(values: Iterable[int]) -> str:
-    """A number, or the smallest and the largest of several measurements."""
-    low, high = min(numbers := list(values), default=None), max(numbers, default=None)
-    return "" if low is None else str(low) if low == high else f"{low} to {high}"
-
-
 STEPS: dict[str, Callable[[Any], Any]] = {
     "mean": statistics.mean,
     "error": lambda values: statistics.stdev(values) / math.sqrt(len(values)),

@@ -11,12 +11,13 @@ When watched code changes, see code_versions.py.
 """
 
 import argparse
+import math
 import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from claims import CLAIM, ROOT, STEPS, ClaimError, Claims, extent, percent
+from claims import CLAIM, ROOT, STEPS, ClaimError, Claims, percent
 
 PAGES = (
     "README.md",
@@ -50,6 +51,21 @@ FLAGS = {  # settings of suites-qwen.json: flags of kvfold, times smaller
     "small-8x": ("`--recipe small --factor 8`", 8),
     "small-10x": ("`--recipe small --factor 10`", 10),
     "small-14x": ("`--recipe small --factor 14`", 14),
+}
+
+QUESTIONS = {  # settings of questions-qwen.json, as FLAGS
+    "bits-8": FLAGS["bits-8"],
+    "bits-4": FLAGS["bits-4"],
+    "bits-4-window": ("`--bits 4 --set window=128`", 8192 * 28672 / (8192 * 7392 + 128 * 28672)),
+    "small-4x": FLAGS["small-4x"],
+    "swift-4x": FLAGS["default"],
+    "swift-5x": FLAGS["swift-5x-speed"],
+    "small-6x": FLAGS["small-6x"],
+    "small-7x": ("`--recipe small --factor 7`", 7),
+    "small-8x": FLAGS["small-8x"],
+    "small-10x": FLAGS["small-10x"],
+    "palu-j": ("Palu J, half of the dimensions", 2),
+    "zack": ("ZACK, half of the dimensions", 2),
 }
 
 RULER = {  # settings of ruler-qwen-*.json, as FLAGS
@@ -91,21 +107,16 @@ def smaller(factor: float) -> str:
 
 
 def qwen() -> str:
-    """Loss and answers of Qwen2.5-Coder-1.5B-Instruct by setting."""
+    """Loss of Qwen2.5-Coder-1.5B-Instruct by setting."""
     rows = results("suites-qwen")["rows"]
-
-    def right(setting: str, suite: str) -> str:
-        return extent(x[suite]["right"] for x in rows if x["setting"] == setting and suite in x)
 
     def line(setting: str, flags: str, size: float) -> list[str]:
         losses = next(x["nats"] for x in rows if x["setting"] == setting and x.get("nats"))
         lost = [percent(losses[text]) for text in ("wiki", "python")]
-        label = flags + mark("suites-qwen", setting)
-        return [label, smaller(size), *lost, right(setting, "code"), right(setting, "math")]
+        return [flags + mark("suites-qwen", setting), smaller(size), *lost]
 
-    head = ["setting", "smaller", "Wikipedia", "Python", "HumanEval, of 164", "GSM8K, of 200"]
-    first = ["uncompressed", "1x", "", "", right("original", "code"), right("original", "math")]
-    return markdown(head, [first, *(line(name, *x) for name, x in FLAGS.items())])
+    head = ["setting", "smaller", "Wikipedia", "Python"]
+    return markdown(head, [line(name, *x) for name, x in FLAGS.items()])
 
 
 def ruler() -> str:
@@ -127,30 +138,25 @@ def ruler() -> str:
     return markdown(head, [first, *(line(name, *x) for name, x in RULER.items())])
 
 
-def answers() -> str:
-    """All questions of GSM8K with Qwen2.5-Coder-1.5B-Instruct."""
-    names = {
-        "original": "uncompressed",
-        "default": "default, folded, 4x",
-        "maps-default": "default, 4x",
-        "lean-6x": "`lean`, 6x",
-    }
-    rows = results("suites-qwen")["all_questions"]["rows"]
-    rows = [row for row in rows if row["engine"] == "kvfold"]
+def questions() -> str:
+    """Points that settings lose on 500 questions of GSM8K and on HumanEval, paired by question."""
+    found = dict[str, dict[str, Row]]()
+    for row in results("questions-qwen")["rows"]:
+        found.setdefault(row["setting"], {})[row["suite"]] = row
 
-    def line(row: Row) -> list[str]:
-        counts = (row["math"]["right"], row["math"]["gained"], row["math"]["lost"])
-        label = names[row["setting"]] + mark("suites-qwen", row["setting"])
-        return [label, *map(str, counts), str(row["code"]["right"])]
+    def line(setting: str, label: str, size: float) -> list[str]:
+        suites = [found[setting][x] for x in ("math", "code")]
+        lost = [(x["difference"], x["difference_se"]) for x in suites]
+        error = math.hypot(*(x for _, x in lost)) / 2
+        lost.append((statistics.fmean(x for x, _ in lost), error))
+        points = [f"{100 * mean:+.1f} ± {100 * error:.1f}" for mean, error in lost]
+        return [label + mark("questions-qwen", setting), smaller(size), *points]
 
-    head = [
-        "setting",
-        "right, of 1319",
-        "only compressed",
-        "only uncompressed",
-        "HumanEval, of 164",
-    ]
-    return markdown(head, map(line, rows))
+    original = found["original"]
+    first = [f"{100 * original[x]['score']:.1f} %" for x in ("math", "code")]
+    head = ["setting", "smaller", "GSM8K, 500", "HumanEval, 164", "mean of both"]
+    rows = (line(name, *x) for name, x in QUESTIONS.items())
+    return markdown(head, [["uncompressed", "1x", *first, ""], *rows])
 
 
 def smollm2() -> str:
@@ -515,7 +521,7 @@ def windows() -> str:
     return markdown(["setting", "instead of", "KL"], lines)
 
 
-QUALITY = (qwen, ruler, answers, smollm2, lm_eval, published, eviction, divergence, windows)
+QUALITY = (qwen, questions, ruler, smollm2, lm_eval, published, eviction, divergence, windows)
 SPEED = (
     vllm,
     qwen_steps,

@@ -198,8 +198,8 @@ def test_a_number_is_traced_to_its_file_and_command() -> None:
     assert "README.md: " in found and "docs/performance.md: " not in found
     assert "file:     benchmarks/results/vllm-agents-8b.json" in found
     assert "command:  python benchmarks/vllm_agents.py" in found
-    table = "\n".join(results_tables.where("763"))
-    assert "docs/quality.md: table `answers`" in table and "benchmarks/real_tasks.py" in table
+    table = "\n".join(results_tables.where("89.2"))
+    assert "docs/quality.md: table `ruler`" in table and "benchmarks/suite_table.py" in table
 
 
 def test_what_is_stale_is_listed() -> None:
