@@ -33,7 +33,7 @@ from kvfold.evaluation.perplexity import perplexity
 from kvfold.evaluation.tasks import read_tasks
 from kvfold.evaluation.tasks.base import Prompt, Task, TaskAnswer
 from kvfold.evaluation.tasks.run import run_tasks
-from kvfold.hub.loading import load, load_tokenizer
+from kvfold.hub.loading import default_device, load, load_tokenizer
 from kvfold.utils.files import finite
 from kvfold.utils.search import search
 
@@ -43,7 +43,8 @@ RECIPES = {
     "zdc": recipes.get("zdc"),
 }
 DECISIVE = ("model", "rows", "align", "calib_tokens", "windows", "ctx")  # what answers depend on
-PACKED = 256  # tokens of a packed sequence, at most, but for one long question
+# Tokens of a packed sequence, at most, but for one long question. A GPU waits for launches.
+PACKED = 1024 if default_device() == "cuda" else 256
 
 
 class Questions:
@@ -112,9 +113,9 @@ def _answers(model: Any, prompts: Sequence[Prompt]) -> list[TaskAnswer]:
         places.append(own)
     mask = torch.zeros(total, total).masked_fill(~sees, torch.finfo(torch.float32).min)
     hidden = model.model(
-        input_ids=torch.tensor([ids]),
-        attention_mask=mask[None, None],
-        position_ids=torch.tensor([positions]),
+        input_ids=torch.tensor([ids], device=model.device),
+        attention_mask=mask[None, None].to(model.device),
+        position_ids=torch.tensor([positions], device=model.device),
         use_cache=False,
     ).last_hidden_state[0]
     answers = []
@@ -163,7 +164,7 @@ class Measuring:
     def __init__(self, given: argparse.Namespace, results: Results) -> None:
         self.given, self.results = given, results
         self.tokenizer = load_tokenizer(given.model)
-        self.model = load(given.model, dtype="float32", device="cpu")
+        self.model = load(given.model, dtype="float32")
         self.questions = {
             path.stem: Questions(path, given.rows, self.tokenizer) for path in given.tasks
         }
@@ -274,7 +275,7 @@ def main(arguments: list[str] | None = None) -> None:
     given.statistics.mkdir(parents=True, exist_ok=True)
     names = ("model", "rows", "align", "calib_tokens", "windows", "ctx", "low", "tolerance")
     conditions = {name: getattr(given, name) for name in names}
-    results = Results(given.json, conditions | {"versions": versions("cpu")})
+    results = Results(given.json, conditions | {"versions": versions(default_device())})
     measuring = Measuring(given, results)
     if given.check:
         measuring.check(given.check)

@@ -430,6 +430,7 @@ def throughput() -> str:
 
 
 COMPOSITES = "serving-composites-8b"  # of benchmarks/serving_composites.py
+HALVES = {"zack": "zack 0.5", "zdc": "zdc 0.5, packaged text alone, 16K tokens"}  # on SmolLM2
 
 
 def composites() -> str:
@@ -477,8 +478,7 @@ def quality_of(name: str) -> tuple[str, str, str]:
         recipe = name.split()[0]
         (row,) = (x for x in results("quality-gqa")["rows"] if is_half(x, recipe))
         gqa = nats(row["delta_nll"]["wiki-heldout"][0]) + CLAIMS.mark("quality-gqa", recipe, "0.5")
-        smollm2 = lost("quality-smollm2", "zack 0.5") if recipe == "zack" else "–"
-        return nats(row["kept_fraction"]), gqa, smollm2
+        return nats(row["kept_fraction"]), gqa, lost("quality-smollm2", HALVES[recipe])
     (row,) = (x for x in results("papers-gqa")["rows"] if x["name"] == name)
     return nats(row["kept_fraction"]), lost("papers-gqa", name), lost("papers-smollm2", name)
 
