@@ -16,6 +16,7 @@ from kvfold.engine.runner.build import build_runner
 from kvfold.engine.runner.trial import run_tokens
 from kvfold.evaluation.dense import DenseSession
 from kvfold.hub.loading import load
+from kvfold.layout.pages import cache_layout
 from kvfold.maps.sidecar import Sidecar
 from windowed import Window, spec_of, windowed
 
@@ -121,15 +122,17 @@ def test_the_engine_decodes_with_a_window(model: Any, answers: Answers, folder: 
 def test_sizes_count_the_window(model: Any, folder: Path) -> None:
     spec = spec_of(model, None)
     entries = 128 / (4 * 128 + 16) * 16  # with a scale of 16 bits for 128 numbers
-    assert Window(kind="whole").smaller(spec, 4, 1024) == pytest.approx(entries)
-    found = Window(kind="whole", tokens=192, first=64).smaller(spec, 4, 1024)
+    stored = cache_layout(spec, bits=4).bits_per_token
+    assert Window(kind="whole").smaller(spec, stored, 1024) == pytest.approx(entries)
+    found = Window(kind="whole", tokens=192, first=64).smaller(spec, stored, 1024)
     assert found == pytest.approx(1 / (0.25 + 0.75 / entries))
-    found = Window(kind="residual", tokens=256).smaller(spec, 4, 1024)
+    found = Window(kind="residual", tokens=256).smaller(spec, stored, 1024)
     assert found == pytest.approx(1 / (0.25 + (1 - 128.5 / 1024) / entries))
     small = spec_of(model, Sidecar.load(folder / "maps-small-6x"))
-    assert Window().smaller(small, None, 1024) == pytest.approx(6, rel=0.02)
+    stored = cache_layout(small).bits_per_token
+    assert Window().smaller(small, stored, 1024) == pytest.approx(6, rel=0.02)
     numbers = sum(x.row_width for x in small.layers) / small.geometry.full_numbers
-    all_stored = Window(tokens=1024).smaller(small, None, 1024)
+    all_stored = Window(tokens=1024).smaller(small, stored, 1024)
     assert all_stored == pytest.approx(1 / numbers)
 
 
@@ -163,9 +166,12 @@ def test_positions_are_in_quarters() -> None:
 
 
 def test_settings_are_paired_by_prompt() -> None:
-    rows = [{"setting": "a", "prompts": [1.0, 2.0]}, {"setting": "b", "prompts": [3.0, 4.0]}]
+    rows = [
+        {"setting": "a", "prompts": [1.0, 2.0], "nats_prompts": [1.0, 1.0]},
+        {"setting": "b", "prompts": [3.0, 4.0], "nats_prompts": [4.0, 4.0]},
+    ]
     found = answer_divergence.difference(rows, ["b", "a"])
-    assert found == {"setting": "b", "less": "a", "kl": [2, 0]}
+    assert found == {"setting": "b", "less": "a", "kl": [2, 0], "nats": [3, 0]}
 
 
 def test_a_question_stands_after_solved_ones() -> None:
