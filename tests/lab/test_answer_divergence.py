@@ -15,9 +15,10 @@ from kvfold.config import CacheConfig
 from kvfold.engine.runner.build import build_runner
 from kvfold.engine.runner.trial import run_tokens
 from kvfold.evaluation.dense import DenseSession
-from kvfold.hub.loading import load
+from kvfold.hub.loading import load, load_tokenizer
 from kvfold.layout.pages import cache_layout
 from kvfold.maps.sidecar import Sidecar
+from published_quantisers import moments
 from windowed import Window, spec_of, windowed
 
 PROMPTS = [list(range(40, 90)), [*range(40, 60), *range(100, 150)]]
@@ -117,6 +118,53 @@ def test_the_engine_decodes_with_a_window(model: Any, answers: Answers, folder: 
         assert lost[0] < 1e-5
         assert lost[1] == pytest.approx(lost[2], rel=0.1)
         assert lost[2] < lost[3]
+
+
+def test_published_quantisers_are_settings(model: Any, answers: Answers) -> None:
+    ids = torch.arange(240)[None] + 40
+    made = moments(model, ids)
+
+    def lost(name: str) -> dict[str, Any]:
+        given = Namespace(folder=Path(), model="reference:gqa")
+        return Setting(name, given).measured(model, answers, made)
+
+    found = [lost(x) for x in ("oscar-2~whole-100", "oscar-2~whole-20", "oscar-2")]
+    kls = [x["all"]["kl"][0] for x in found]
+    assert kls[0] < 1e-5
+    assert all(less < more for less, more in pairwise(kls)), kls
+    assert [x["smaller"]["1024"] for x in found[1:]] == [
+        pytest.approx(16 / (16 * n / 1024 + 2.25 * (1 - n / 1024)), abs=1e-3) for n in (20, 0)
+    ]
+    assert abs(found[0]["nats"][0]) < 1e-5
+    assert found[2]["nats"] == pytest.approx(
+        [sum(found[2]["nats_prompts"]) / 2, found[2]["nats"][1]], abs=1e-5
+    )
+
+
+def test_kivi_is_decoded_with_its_recent_tokens(model: Any, answers: Answers) -> None:
+    assert kl("kivi-2", model, answers) < 1e-5, "128 recent tokens are in 16 bits"
+    given = Namespace(folder=Path(), model="reference:gqa")
+    found = Setting("kivi-2", given).measured(model, answers)
+    layout = cache_layout(spec_of(model, None), bits=2, format="kivi")
+    rest = layout.bits_per_token / spec_of(model, None).geometry.full_numbers
+    bits = (16 * 128 + rest * (1024 - 64.5)) / 1024
+    assert found["smaller"]["1024"] == pytest.approx(16 / bits, abs=1e-3)
+
+
+@pytest.mark.parametrize("name", ["kivi-2@8", "kvquant-3~whole-8", "oscar-3", "gear-2"])
+def test_unknown_settings_are_refused(name: str) -> None:
+    with pytest.raises(SystemExit, match=name):
+        Setting(name, Namespace(folder=Path(), model="reference:gqa"))
+
+
+def test_pieces_of_a_text_are_prompts_and_answers(tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("The ship sails at noon. " * 40, encoding="utf-8")
+    given = Namespace(model="reference:gqa", text=file, context=20, tokens=12, count=2)
+    prompts, tokens = answer_divergence.prepared(None, given)
+    assert [len(x) for x in (*prompts, *tokens)] == [20, 20, 12, 12]
+    ids = load_tokenizer("reference:gqa").encode("The ship sails at noon. " * 40)
+    assert (prompts[0] + tokens[0])[:30] == ids[:30]
 
 
 def test_sizes_count_the_window(model: Any, folder: Path) -> None:
