@@ -12,9 +12,9 @@ with the original's own answers stand before each. --text: pieces of a text inst
 
 Settings are named as in real_tasks.py, or kivi-BITS, kvquant-BITS or a name of
 published_quantisers.py. `+R` keeps the last 1 to R tokens in 16 bits (`--set residual=R`). `@N`
-keeps the last N tokens exactly (`--set window=N`): there, and for KIVI and KVQuant, kvfold's engine
-decodes the answer, all questions in one batch. `~KIND-TOKENS-FIRST` adds a window that kvfold has
-not (`windowed.Window`).
+keeps the last N tokens exactly (`--set window=N`): there, and for KVQuant, kvfold's engine decodes
+the answer, all questions in one batch. `~KIND-TOKENS-FIRST` adds a window that kvfold has not
+(`windowed.Window`).
 
 nats: increase of the cross-entropy of the answer's tokens. flips: share of positions where another
 token is the likeliest. smaller: than 16 bits a number, at a context of so many tokens. growth: KL
@@ -47,7 +47,7 @@ from kvfold.utils.chat import encode_chat
 from kvfold.utils.files import write_json
 from kvfold.utils.text import running
 from kvfold.utils.tokens import windows
-from published_quantisers import NAMES, Moments, calibrated
+from published_quantisers import NAMES, Kivi, Moments, calibrated
 from real_tasks import MAPS, planned
 from windowed import Reader, Window, spec_of, windowed
 
@@ -138,7 +138,7 @@ class Setting:
             self.window = Window(kind="residual", tokens=format_of("kivi").residual or 0)
         if self.format == "kvquant":
             self.folded = given.folder / "kvquant"
-        self.decodes = bool(exact) or self.format != "integers"
+        self.decodes = bool(exact) or self.format == "kvquant"
 
     def make(self) -> None:
         if self.maps and not self.maps.exists():
@@ -180,8 +180,10 @@ class Setting:
         if self.decodes:
             yield from self._decoded(model, sidecar, answers)
             return
-        quantiser = NAMES[self.quantiser](moments) if self.quantiser else None
-        with windowed(model, sidecar, self.bits, self.window, quantiser) as read:
+        quantiser, bits = NAMES[self.quantiser](moments) if self.quantiser else None, self.bits
+        if self.format == "kivi":
+            quantiser, bits = Kivi(self.bits or 0), 16
+        with windowed(model, sidecar, bits, self.window, quantiser) as read:
             yield from answers.read(read)
 
     def _decoded(self, model: Any, sidecar: Sidecar | None, answers: Answers) -> Tensor:

@@ -9,6 +9,8 @@ them, and `stored_bits` counts codes, scales and norms. Names (`NAMES`):
   0.96 (keys) or 0.92 (values) quantile of its magnitudes and has 2-bit codes, a scale and a zero
   point. A layer's heads share their two rotations. The published permutation of the rotated numbers
   changes nothing where one scale serves a whole head, and is left out.
+- oscar-heads-2: the same with rotations of every KV head, as its later release has them
+  (`format_version: 2`).
 - turboquant-2.5, turboquant-3.5: TurboQuant for squared error (arXiv 2504.19874). A vector's norm,
   then a random rotation of its direction, and codes of the levels that are best for a Gaussian. The
   half of a head's numbers with the largest second moments has a bit more, and a norm and a rotation
@@ -43,6 +45,7 @@ from kvfold.ops.common.rotation import rotation
 WATCH = "kvfold_benchmark_statistics"
 CALIBRATION_TOKENS = 16384
 KEY_CLIP, VALUE_CLIP = 0.96, 0.92  # OSCAR's, of Qwen3-8B
+GROUP = 32  # numbers that share KIVI's scale and zero point
 DENSE = 2  # layers at either end that vLLM's TurboQuant leaves in 16 bits
 
 
@@ -82,15 +85,18 @@ class Quantiser(ABC):
 
 
 class Oscar(Quantiser):
-    """Rotated and clipped vectors with 2-bit codes."""
+    """Rotated and clipped vectors with 2-bit codes. by_head: rotations are a head's own."""
 
     bits = 2
 
-    def __init__(self, layers: Sequence[Moments]) -> None:
+    def __init__(self, layers: Sequence[Moments], by_head: bool = False) -> None:
         d = layers[0].key_squares.shape[1]
         hadamard = rotation(d)
-        self.key_rotations = [spectral(x.queries.mean(0), hadamard) for x in layers]
-        self.value_rotations = [spectral(x.values.mean(0), hadamard) for x in layers]
+        pairs = [(x.queries, x.values) for x in layers]
+        if not by_head:
+            pairs = [(queries.mean(0), values.mean(0)) for queries, values in pairs]
+        self.key_rotations = [spectral(x, hadamard) for x, _ in pairs]
+        self.value_rotations = [spectral(x, hadamard) for _, x in pairs]
         self.stored_bits = self.bits + 32 / d
 
     def keys(self, layer: int, x: Tensor) -> Tensor:
@@ -106,7 +112,7 @@ class Oscar(Quantiser):
 
 
 def spectral(moment: Tensor, hadamard: Tensor) -> Tensor:
-    """Eigenvectors of a second moment [d, d], then a Hadamard rotation, fp32."""
+    """Eigenvectors of second moments [.., d, d], then a Hadamard rotation, fp32."""
     vectors = torch.linalg.eigh((moment + moment.mT) / 2).eigenvectors
     return (vectors @ hadamard.to(vectors)).float()
 
@@ -187,8 +193,26 @@ class VLLMTurboQuant(Quantiser):
         return x if layer in self.dense else uniform(x.float(), self.bits).to(x.dtype)
 
 
+class Kivi(Quantiser):
+    """KIVI without its recent tokens, which are a `Window` of kind residual: keys by channel in
+    groups of GROUP tokens, values by token in groups of GROUP numbers. All T tokens are the first
+    of a sequence; the last group, if it is not full, is rounded as it stands."""
+
+    def __init__(self, bits: int) -> None:
+        self.bits, self.stored_bits = bits, bits + 32 / GROUP
+
+    def keys(self, layer: int, x: Tensor) -> Tensor:
+        parts = x.float().split(GROUP, 1)
+        return torch.cat([uniform(y.mT, self.bits).mT for y in parts], 1).to(x.dtype)
+
+    def values(self, layer: int, x: Tensor) -> Tensor:
+        parts = x.float().split(GROUP, -1)
+        return torch.cat([uniform(y, self.bits) for y in parts], -1).to(x.dtype)
+
+
 NAMES: dict[str, Callable[[Sequence[Moments]], Quantiser]] = {
     "oscar-2": Oscar,
+    "oscar-heads-2": lambda layers: Oscar(layers, by_head=True),
     "turboquant-2.5": lambda layers: TurboQuant(layers, 2.5),
     "turboquant-3.5": lambda layers: TurboQuant(layers, 3.5),
     "turboquant-vllm-3": lambda layers: VLLMTurboQuant(layers, 3),

@@ -98,6 +98,7 @@ SETTINGS = {
     "kvquant-3": kvquant(3),
     "kvquant-2": kvquant(2),
     "oscar-2": simulated("oscar-2", 256, 64),
+    "oscar-heads-2": simulated("oscar-heads-2", 256, 64),
     "oscar-2-prompt": simulated("oscar-2", 256, 64, "--exact-prompt"),
     "oscar-2-short": simulated("oscar-2", WINDOW, 4),
     "turboquant-3.5": simulated("turboquant-3.5"),

@@ -18,7 +18,7 @@ from kvfold.evaluation.dense import DenseSession
 from kvfold.hub.loading import load, load_tokenizer
 from kvfold.layout.pages import cache_layout
 from kvfold.maps.sidecar import Sidecar
-from published_quantisers import moments
+from published_quantisers import Kivi, moments
 from windowed import Window, spec_of, windowed
 
 PROMPTS = [list(range(40, 90)), [*range(40, 60), *range(100, 150)]]
@@ -141,8 +141,19 @@ def test_published_quantisers_are_settings(model: Any, answers: Answers) -> None
     )
 
 
-def test_kivi_is_decoded_with_its_recent_tokens(model: Any, answers: Answers) -> None:
+def test_kivi_is_read_as_the_engine_decodes_it(model: Any, answers: Answers) -> None:
     assert kl("kivi-2", model, answers) < 1e-5, "128 recent tokens are in 16 bits"
+    ids, rest = list(range(40, 190)), list(range(60, 68))
+    config = CacheConfig(bits=2, format="kivi", kv_bytes=2**26)
+    runner = build_runner(model, config, num_slots=1, max_tokens=192)
+    steps = torch.cat(list(run_tokens(runner, [ids], [rest])))
+    window = Window(kind="residual", tokens=128)
+    read_by = []
+    for quantiser in (Kivi(2), None):
+        with windowed(model, None, 16, window, quantiser) as read:
+            read_by.append(read(ids + rest)[len(ids) - 1 :])
+    apart = [(x - steps).abs().mean() for x in read_by]
+    assert apart[0] < 0.1 * apart[1]
     given = Namespace(folder=Path(), model="reference:gqa")
     found = Setting("kivi-2", given).measured(model, answers)
     layout = cache_layout(spec_of(model, None), bits=2, format="kivi")

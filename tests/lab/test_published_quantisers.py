@@ -48,6 +48,7 @@ def error(rounded: Tensor, x: Tensor) -> float:
     ("name", "key_bytes", "value_bytes"),
     [
         ("oscar-2", 32 + 4, 32 + 4),
+        ("oscar-heads-2", 32 + 4, 32 + 4),
         ("turboquant-2.5", 24 + 16 + 4, 24 + 16 + 4),
         ("turboquant-3.5", 32 + 24 + 4, 32 + 24 + 4),
         ("turboquant-vllm-4", 64 + 2, 64 + 4),  # vLLM's key_packed_size and value_packed_size
