@@ -504,6 +504,30 @@ def divergence() -> str:
     return markdown(head, [line(x, row) for x in files for row in results(x)["rows"]])
 
 
+def quantisers() -> str:
+    """What published quantisers lose along SmolLM2's own answers, beside kvfold's settings."""
+    file = "answer-divergence-quantisers-smollm2"
+    lines = []
+    for row in sorted(results(file)["rows"], key=lambda x: x["smaller"]["1024"]):
+        sizes = [smaller(row["smaller"][x]) for x in ("1024", "8192")]
+        losses = [f"{x[0]:.3f} ± {x[1]:.3f}" for x in (row["all"]["kl"], row["nats"])]
+        label = f"`{row['setting']}`" + mark(file, row["setting"])
+        questions, flips = str(len(row["prompts"])), f"{100 * row['all']['flips'][0]:.1f} %"
+        lines.append([label, *sizes, *losses, flips, questions])
+    head = ["setting", "smaller at 1K", "at 8K", "KL", "nats", "flips", "questions"]
+    return markdown(head, lines)
+
+
+def quantiser_pairs() -> str:
+    """Settings of kvfold less published quantisers, paired by question."""
+    lines = [
+        [f"`{x['setting']}`", f"`{x['less']}`", *(f"{y[0]:+.3f} ± {y[1]:.3f}" for y in losses)]
+        for x in results("answer-divergence-quantisers-smollm2")["pairs"]
+        for losses in ((x["kl"], x["nats"]),)
+    ]
+    return markdown(["setting", "instead of", "KL", "nats"], lines)
+
+
 def windows() -> str:
     """What exact tokens win, paired by question."""
     files = [f"answer-divergence-{x}smollm2" for x in ("engine-", "windows-", "")]
@@ -515,7 +539,19 @@ def windows() -> str:
     return markdown(["setting", "instead of", "KL"], lines)
 
 
-QUALITY = (qwen, ruler, answers, smollm2, lm_eval, published, eviction, divergence, windows)
+QUALITY = (
+    qwen,
+    ruler,
+    answers,
+    smollm2,
+    lm_eval,
+    published,
+    eviction,
+    divergence,
+    windows,
+    quantisers,
+    quantiser_pairs,
+)
 SPEED = (
     vllm,
     qwen_steps,
