@@ -506,15 +506,17 @@ def divergence() -> str:
 
 def quantisers() -> str:
     """What published quantisers lose along SmolLM2's own answers, beside kvfold's settings."""
-    file = "answer-divergence-quantisers-smollm2"
+    file, other = (f"{x}-divergence-quantisers-smollm2" for x in ("answer", "text"))
+    texts = {x["setting"]: x["nats"] for x in results(other)["rows"]}
     lines = []
     for row in sorted(results(file)["rows"], key=lambda x: x["smaller"]["1024"]):
         sizes = [smaller(row["smaller"][x]) for x in ("1024", "8192")]
         losses = [f"{x[0]:.3f} ± {x[1]:.3f}" for x in (row["all"]["kl"], row["nats"])]
+        text = texts.get(row["setting"])
+        losses.append(f"{text[0]:.3f} ± {text[1]:.3f}" if text else "–")
         label = f"`{row['setting']}`" + mark(file, row["setting"])
-        questions, flips = str(len(row["prompts"])), f"{100 * row['all']['flips'][0]:.1f} %"
-        lines.append([label, *sizes, *losses, flips, questions])
-    head = ["setting", "smaller at 1K", "at 8K", "KL", "nats", "flips", "questions"]
+        lines.append([label, *sizes, *losses, f"{100 * row['all']['flips'][0]:.1f} %"])
+    head = ["setting", "smaller at 1K", "at 8K", "KL", "nats", "text", "flips"]
     return markdown(head, lines)
 
 
