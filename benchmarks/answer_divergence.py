@@ -7,14 +7,19 @@
 The original answers each question greedily, and never with an end of text. Then a setting reads the
 prompt and the original's answer, where every token attends to what the setting stored of all the
 tokens before it: as in decoding, but many tokens at once (`windowed`). --shots: as many questions
-with the original's own answers stand before each. Settings are named as in real_tasks.py. `+R`
-keeps the last 1 to R tokens in 16 bits (`--set residual=R`). `@N` keeps the last N tokens exactly
-(`--set window=N`): there kvfold's engine decodes the answer, all questions in one batch.
-`~KIND-TOKENS-FIRST` adds a window that kvfold has not (`windowed.Window`).
+with the original's own answers stand before each. --text: pieces of a text instead, of which
+--context tokens are the prompt and the next --tokens the answer.
 
-flips: share of positions where another token is the likeliest. smaller: than 16 bits a number, at a
-context of so many tokens. growth: KL in the last quarter less KL in the first. pairs: the KL of one
-setting less that of another. Standard errors are over questions, which pairs share.
+Settings are named as in real_tasks.py, or kivi-BITS, kvquant-BITS or a name of
+published_quantisers.py. `+R` keeps the last 1 to R tokens in 16 bits (`--set residual=R`). `@N`
+keeps the last N tokens exactly (`--set window=N`): there, and for KVQuant, kvfold's engine decodes
+the answer, all questions in one batch. `~KIND-TOKENS-FIRST` adds a window that kvfold has not
+(`windowed.Window`).
+
+nats: increase of the cross-entropy of the answer's tokens. flips: share of positions where another
+token is the likeliest. smaller: than 16 bits a number, at a context of so many tokens. growth: KL
+in the last quarter less KL in the first. pairs: the KL and the nats of one setting less those of
+another. Standard errors are over questions, which pairs share.
 """
 
 import argparse
@@ -32,15 +37,23 @@ from kvfold.cli.bench_common import versions
 from kvfold.config import CacheConfig
 from kvfold.engine.runner.build import build_runner
 from kvfold.engine.runner.trial import run_tokens
-from kvfold.hub.loading import load, load_tokenizer
+from kvfold.hub import checkpoint
+from kvfold.hub.loading import load, load_config, load_tokenizer
+from kvfold.layout import CacheSpec
+from kvfold.layout.formats import format_of
+from kvfold.layout.pages import cache_layout
 from kvfold.maps.sidecar import Sidecar
 from kvfold.utils.chat import encode_chat
 from kvfold.utils.files import write_json
+from kvfold.utils.text import running
+from kvfold.utils.tokens import windows
+from published_quantisers import NAMES, Kivi, Moments, calibrated
 from real_tasks import MAPS, planned
 from windowed import Reader, Window, spec_of, windowed
 
 PAGE, POOL = 32, 2**31  # bytes of the page pool
 CONTEXTS = (1024, 8192)  # tokens at which sizes are stated
+KINDS = {"bits": "integers", "kivi": "kivi", "kvquant": "kvquant"}  # formats, by names of settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,46 +119,91 @@ class Setting:
         plain, _, exact = plain.partition("@")
         self.base, _, last = plain.partition("+")
         kind = f"residual-{last}" if last else f"whole-{exact}" if exact else window
-        self.window, self.decodes = Window.parse(kind) if kind else Window(), bool(exact)
+        self.window = Window.parse(kind) if kind else Window()
         self.maps = given.folder / self.base if self.base.startswith(MAPS) else None
+        self.quantiser = self.base if self.base in NAMES else None
         kind, _, bits = self.base.partition("-")
-        if not self.maps and self.base != "original" and (kind != "bits" or not bits.isdigit()):
-            raise SystemExit(f"settings are original, bits-N and maps-RECIPE-Nx; got {name}")
-        self.bits = None if self.maps else int(bits or 16)
+        self.format, self.bits, self.folded = "integers", None, None
+        if self.quantiser or self.base == "original":
+            self.bits = 16
+        elif not self.maps:
+            if kind not in KINDS or not bits.isdigit():
+                kinds = ", ".join(f"{x}-N" for x in KINDS)
+                legal = f"original, maps-RECIPE-Nx, {kinds}, {', '.join(NAMES)}"
+                raise SystemExit(f"settings are {legal}; got {name}")
+            self.format, self.bits = KINDS[kind], int(bits)
+        if self.format != "integers" and self.window != Window():
+            raise SystemExit(f"{kind} has its own recent tokens or none: leave them out of {name}")
+        if self.format == "kivi":
+            self.window = Window(kind="residual", tokens=format_of("kivi").residual or 0)
+        if self.format == "kvquant":
+            self.folded = given.folder / "kvquant"
+        self.decodes = bool(exact) or self.format == "kvquant"
 
     def make(self) -> None:
         if self.maps and not self.maps.exists():
             wanted = planned(self.base.removeprefix(MAPS))
             kvfold.compress(self.given.model, output=self.maps, check=False, **wanted)
+        if self.folded and not self.folded.exists():
+            wanted = {"recipe": "kvquant", "keep": 1.0, "fold": True, "check": False}
+            kvfold.compress(self.given.model, output=self.folded, **wanted)
 
-    def measured(self, model: Any, answers: Answers) -> dict[str, Any]:
+    def measured(
+        self, model: Any, answers: Answers, moments: Sequence[Moments] = ()
+    ) -> dict[str, Any]:
+        """moments: of the model's layers, for quantisers that need them."""
         sidecar = Sidecar.load(self.maps) if self.maps else None
-        lost, flips = [], []
-        for before, own in zip(answers.logp, self._read(model, sidecar, answers), strict=True):
+        lost, flips, nats = [], [], []
+        read = self._read(model, sidecar, answers, moments)
+        for before, own, tokens in zip(answers.logp, read, answers.tokens, strict=True):
             lost.append((before.exp() * (before - own)).sum(-1))
             flips.append((own.argmax(-1) != before.argmax(-1)).float())
-        sizes = {x: self.window.smaller(spec_of(model, sidecar), self.bits, x) for x in CONTEXTS}
+            nats.append((before - own).gather(1, torch.tensor(tokens)[:, None])[:, 0])
+        entries = self._bits_per_token(spec_of(model, sidecar), moments)
+        sizes = {x: self.window.smaller(spec_of(model, sidecar), entries, x) for x in CONTEXTS}
         smaller = {str(x): round(size, 3) for x, size in sizes.items()}
-        found = {"setting": self.name, "smaller": smaller}
+        found = {"setting": self.name, "smaller": smaller} | own_nats(torch.stack(nats, 1))
         return found | summary(torch.stack(lost, 1), torch.stack(flips, 1))
 
-    def _read(self, model: Any, sidecar: Sidecar | None, answers: Answers) -> Iterator[Tensor]:
+    def _bits_per_token(self, spec: CacheSpec, moments: Sequence[Moments]) -> float:
+        """Bits of a token that is not exact."""
+        if self.quantiser:
+            return NAMES[self.quantiser](moments).stored_bits * spec.geometry.full_numbers
+        if self.folded:
+            spec = checkpoint.saved_spec(load_config(self.folded)) or spec
+        return cache_layout(spec, bits=self.bits, format=self.format).bits_per_token
+
+    def _read(
+        self, model: Any, sidecar: Sidecar | None, answers: Answers, moments: Sequence[Moments]
+    ) -> Iterator[Tensor]:
         """The setting's log-probabilities [N, V] along each answer."""
         if self.decodes:
             yield from self._decoded(model, sidecar, answers)
             return
-        with windowed(model, sidecar, self.bits, self.window) as read:
+        quantiser, bits = NAMES[self.quantiser](moments) if self.quantiser else None, self.bits
+        if self.format == "kivi":
+            quantiser, bits = Kivi(self.bits or 0), 16
+        with windowed(model, sidecar, bits, self.window, quantiser) as read:
             yield from answers.read(read)
 
     def _decoded(self, model: Any, sidecar: Sidecar | None, answers: Answers) -> Tensor:
         """The log-probabilities of kvfold's engine [B, N, V]."""
         prompts = [answers.before + x for x in answers.prompts]
         longest = max(map(len, prompts)) + len(answers.tokens[0])
-        config = CacheConfig(bits=self.bits, window=self.window.tokens, kv_bytes=POOL)
+        window = self.window.tokens if self.format == "integers" else 0
+        config = CacheConfig(bits=self.bits, format=self.format, window=window, kv_bytes=POOL)
         slots = len(prompts)
+        if self.folded:
+            model = load(self.folded, dtype=self.given.dtype)
         runner = build_runner(model, config, num_slots=slots, max_tokens=longest, maps=sidecar)
         steps = run_tokens(runner, prompts, [x[:-1] for x in answers.tokens])
         return torch.stack([x.float().log_softmax(-1) for x in steps], 1)
+
+
+def own_nats(lost: Tensor) -> dict[str, Any]:
+    """The increase of cross-entropy [N, B], in all and by prompt."""
+    by_prompt = [round(x, 6) for x in lost.double().mean(0).tolist()]
+    return {"nats": mean(lost), "nats_prompts": by_prompt}
 
 
 def summary(lost: Tensor, flips: Tensor) -> dict[str, Any]:
@@ -172,15 +230,24 @@ def mean(values: Tensor) -> list[float]:
 
 
 def difference(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, Any]:
-    """The KL of one setting less that of another, paired by prompt."""
-    first, second = (next(x for x in rows if x["setting"] == name) for name in names)
-    pairs = torch.tensor([first["prompts"], second["prompts"]])
-    return {"setting": names[0], "less": names[1], "kl": mean(pairs[0] - pairs[1])}
+    """The KL, and the nats, of one setting less those of another, paired by prompt."""
+    pair = [next(x for x in rows if x["setting"] == name) for name in names]
+    found = dict[str, Any](setting=names[0], less=names[1])
+    for measure, by_prompt in (("kl", "prompts"), ("nats", "nats_prompts")):
+        first, second = (torch.tensor(x[by_prompt]) for x in pair)
+        found[measure] = mean(first - second)
+    return found
 
 
 def prepared(model: Any, given: argparse.Namespace) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts, and the original's answers, which --answers keeps for later runs."""
+    """Prompts, and the original's answers, which --answers keeps for later runs; or pieces of a
+    text."""
     tokenizer = load_tokenizer(given.model)
+    if given.text:
+        length = given.context + given.tokens
+        text = running(given.text.read_text(encoding="utf-8"))
+        pieces = windows(tokenizer, text, length, length * given.count).tolist()
+        return [x[: given.context] for x in pieces], [x[given.context :] for x in pieces]
     lines = given.prompts.read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines[: given.count + given.shots]]
     if given.answers and given.answers.exists():
@@ -203,13 +270,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("model")
     parser.add_argument("--folder", type=Path, required=True, help="where maps are kept")
-    parser.add_argument("--prompts", type=Path, required=True, help="GSM8K's file")
+    texts = parser.add_mutually_exclusive_group(required=True)
+    texts.add_argument("--prompts", type=Path, help="GSM8K's file")
+    texts.add_argument("--text", type=Path, help="a text file")
+    parser.add_argument("--context", type=int, default=512, help="tokens before those of --text")
     parser.add_argument("--settings", nargs="+", required=True)
     parser.add_argument("--pairs", nargs=2, action="append", default=[], help="settings")
     parser.add_argument("--count", type=int, default=12, help="questions")
     parser.add_argument("--shots", type=int, default=0, help="answered questions before each")
     parser.add_argument("--tokens", type=int, default=192, help="of an answer")
     parser.add_argument("--answers", type=Path, help="file that keeps them for later runs")
+    parser.add_argument("--calib-tokens", type=int, default=8192, help="of published quantisers")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
@@ -218,9 +289,12 @@ def main() -> None:
         setting.make()
     model = load(given.model, dtype=given.dtype)
     answers = Answers.of(model, *prepared(model, given))
+    moments = list[Moments]()
+    if any(setting.quantiser for setting in settings):
+        moments = calibrated(model, load_tokenizer(given.model), given.calib_tokens)
     found: list[dict[str, Any]] = []
     for setting in settings:
-        found.append(setting.measured(model, answers))
+        found.append(setting.measured(model, answers, moments))
         print(found[-1], flush=True)
         if given.json:
             known = {x["setting"] for x in found}
@@ -230,6 +304,7 @@ def main() -> None:
                 "prompts": len(answers.prompts),
                 "prompt_tokens": [len(answers.before) + len(x) for x in answers.prompts],
                 "shots": given.shots,
+                "text": given.text and given.text.name,
                 "pairs": [difference(found, x) for x in given.pairs if known.issuperset(x)],
             }
             about = {"dtype": given.dtype, "versions": versions(model.device)}

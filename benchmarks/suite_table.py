@@ -7,7 +7,8 @@ Runs the commands that a user would: `kvfold compress` where a setting needs it,
 with the suites. --beside: so many settings at a time on each of --devices, which they share;
 seconds then say nothing. What the folder already has is kept, so a run that was cut off goes on,
 and runs with other suites and another --json use the same maps. A setting that fails is reported
-with the last line of its output, and the others run on.
+with the last line of its output, and the others run on. Quantisers that kvfold does not have are
+simulated in plain PyTorch (quantised_tasks.py); `simulated` is its exact cache.
 """
 
 import argparse
@@ -27,28 +28,47 @@ from kvfold.evaluation.suites.run import SuiteResult, changes
 from kvfold.utils.files import finite, write_json
 
 KVFOLD = (sys.executable, "-m", "kvfold")
+SIMULATED = (sys.executable, str(Path(__file__).with_name("quantised_tasks.py")))
 QUARTER = ("--keep-tokens", "0.25")
 AFTER = ("--set", "question=after")
+WINDOW = 128  # exact last tokens
 
 
 @dataclass(frozen=True)
 class Setting:
-    """compress: arguments of `kvfold compress`; none: the model itself. cache: of `kvfold eval`."""
+    """compress: arguments of `kvfold compress`; none: the model itself. cache: of `kvfold eval`.
+    simulated: of quantised_tasks.py, which answers instead of `kvfold eval`."""
 
     compress: tuple[str, ...] = ()
     cache: tuple[str, ...] = ()
+    simulated: tuple[str, ...] = ()
 
     @property
     def folded(self) -> bool:
         return "--fold" in self.compress
 
 
-def planned(recipe: str, factor: int, *more: str) -> Setting:
-    return Setting(("--recipe", recipe, "--factor", str(factor), *more))
+def planned(recipe: str, factor: float, *more: str, window: int = 0) -> Setting:
+    cache = ("--set", f"window={window}") if window else ()
+    return Setting(("--recipe", recipe, "--factor", str(factor), *more), cache)
 
 
-def published(recipe: str) -> Setting:
-    return Setting(("--fold", "--recipe", recipe, "--set", "keep=0.5"))
+def bits(bits: int, window: int = 0) -> Setting:
+    more = ("--set", f"window={window}") if window else ()
+    return Setting(cache=("--bits", str(bits), *more))
+
+
+def published(recipe: str, keep: float = 0.5, *cache: str) -> Setting:
+    return Setting(("--fold", "--recipe", recipe, "--set", f"keep={keep}"), cache)
+
+
+def kvquant(bits: int) -> Setting:
+    return published("kvquant", 1, "--bits", str(bits), "--set", "format=kvquant")
+
+
+def simulated(quantiser: str, recent: int = 0, first: int = 0, *more: str) -> Setting:
+    exact = ("--recent", str(recent), "--first", str(first))
+    return Setting(simulated=("--quantiser", quantiser, *exact, *more))
 
 
 def evicted(policy: str, *more: str) -> Setting:
@@ -58,8 +78,11 @@ def evicted(policy: str, *more: str) -> Setting:
 FOR_SPEED = ("--set", "prefer=speed")
 SETTINGS = {
     "original": Setting(),
-    "bits-8": Setting(cache=("--bits", "8")),
-    "bits-4": Setting(cache=("--bits", "4")),
+    "bits-8": bits(8),
+    "bits-4": bits(4),
+    "bits-4-window": bits(4, WINDOW),
+    "bits-3-window": bits(3, WINDOW),
+    "bits-2-window": bits(2, WINDOW),
     "swift-4x": planned("swift", 4, *FOR_SPEED),
     "swift-5x": planned("swift", 5, *FOR_SPEED),
     "small-4x": planned("small", 4),
@@ -67,8 +90,23 @@ SETTINGS = {
     "small-7x": planned("small", 7),
     "small-8x": planned("small", 8),
     "small-10x": planned("small", 10),
+    "small-7x-window": planned("small", 7, window=WINDOW),
+    "small-10.3x-window": planned("small", 10.3333, window=WINDOW),
     "kivi-4": Setting(cache=("--bits", "4", "--set", "format=kivi")),
     "kivi-2": Setting(cache=("--bits", "2", "--set", "format=kivi")),
+    "kvquant-4": kvquant(4),
+    "kvquant-3": kvquant(3),
+    "kvquant-2": kvquant(2),
+    "oscar-2": simulated("oscar-2", 256, 64),
+    "oscar-heads-2": simulated("oscar-heads-2", 256, 64),
+    "oscar-2-prompt": simulated("oscar-2", 256, 64, "--exact-prompt"),
+    "oscar-2-short": simulated("oscar-2", WINDOW, 4),
+    "turboquant-3.5": simulated("turboquant-3.5"),
+    "turboquant-2.5": simulated("turboquant-2.5"),
+    "turboquant-2.5-window": simulated("turboquant-2.5", WINDOW, 4),
+    "turboquant-vllm-4": simulated("turboquant-vllm-4"),
+    "turboquant-vllm-3": simulated("turboquant-vllm-3"),
+    "simulated": Setting(simulated=("--recent", "0")),
     "palu-j": published("palu-j"),
     "zack": published("zack"),
     "snapkv-before": evicted("snapkv"),
@@ -102,14 +140,12 @@ class Table:
     def results(self, name: str) -> Path:
         return self.folder / f"{name}-{self.given.json.stem}.json"
 
-    def command(self, name: str, *arguments: str) -> None:
+    def command(self, name: str, *command: str) -> None:
         device = self.free.get()
         environment = os.environ | ({"CUDA_VISIBLE_DEVICES": device} if device else {})
         try:
             with open(self.folder / f"{name}.log", "ab") as log:
-                code = subprocess.call(
-                    (*KVFOLD, *arguments), stdout=log, stderr=log, env=environment
-                )
+                code = subprocess.call(command, stdout=log, stderr=log, env=environment)
         finally:
             self.free.put(device)
         if code:
@@ -123,16 +159,23 @@ class Table:
         try:
             if setting.compress and not self.made(name).exists():
                 output = ("--output", str(self.made(name)))
-                self.command(name, "compress", given.model, *output, *setting.compress)
-            if not self.results(name).exists():
+                words = ("compress", given.model, *output, *setting.compress)
+                self.command(name, *KVFOLD, *words)
+            if self.results(name).exists():
+                return None
+            file = ("--json", str(self.results(name)))
+            if setting.simulated:
+                suites = ("--suites", *given.suites, "--set", *given.set)
+                self.command(name, *SIMULATED, given.model, *setting.simulated, *suites, *file)
+            else:
                 model = str(self.made(name)) if setting.folded else given.model
                 maps = setting.compress and not setting.folded
                 suites = ("--suite", ",".join(given.suites))
                 self.command(
                     name,
-                    *("eval", model, *suites, *more, *setting.cache),
+                    *(*KVFOLD, "eval", model, *suites, *more, *setting.cache),
                     *(("--maps", str(self.made(name))) if maps else ()),
-                    *("--json", str(self.results(name))),
+                    *file,
                 )
         except Failed as failed:
             return str(failed)

@@ -27,9 +27,12 @@ from kvfold.maps.sidecar import Sidecar
 from kvfold.models.families import family_of
 from kvfold.models.rotate import with_full_rank_latents
 from kvfold.ops.common.rotation import rotation
+from published_quantisers import Quantiser
 
 NAME = "kvfold_benchmark_windows"
 KINDS = ("whole", "stored", "stored8", "residual")
+CHUNK = 1024  # queries that attend at once
+Inputs = tuple[Tensor, Tensor, Tensor]  # queries [Hq, T, r], keys [Hk, S, r] and values [Hk, S, d]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,20 +57,19 @@ class Window:
             raise SystemExit(f"a window is KIND-TOKENS or KIND-TOKENS-FIRST of {KINDS}; got {text}")
         return cls(kind=kind, tokens=int(counts[0]), first=int(counts[-1]) if counts[1:] else 0)
 
-    def near(self, new: int, count: int) -> Tensor:
+    def near(self, new: int, count: int, device: torch.device | str = "cpu") -> Tensor:
         """Which of `count` tokens the last `new` see exactly, bool [T, S]."""
-        at = torch.arange(count)
+        at = torch.arange(count, device=device)
         queries = at[count - new :, None]
         if self.kind == "residual":
             return queries // self.tokens == at // self.tokens
         return (queries - at < self.tokens) | (at < self.first)
 
-    def smaller(self, spec: CacheSpec, bits: int | None, context: int) -> float:
+    def smaller(self, spec: CacheSpec, entries: float, context: int) -> float:
         """How many times fewer bits than 16 a number a context of so many tokens takes. A residual
-        has memory for all of its tokens, of which half is empty on average. bits: of all numbers;
-        None: as planned."""
+        has memory for all of its tokens, of which half is empty on average. entries: bits of a
+        token outside of the window."""
         numbers = spec.geometry.full_numbers
-        entries = cache_layout(spec, bits=bits).bits_per_token
         exact = 16.0 * numbers
         if self.kind != "whole":
             exact = cache_layout(spec, bits=8 if self.kind == "stored8" else 16).bits_per_token
@@ -77,19 +79,22 @@ class Window:
 
 
 class Layer:
-    """One layer's attention. bits: of its numbers; None: as planned. maps: of its entries; without
-    them entries are keys and values less their `mean` [R], as in the engine. past: entries, keys
-    and values of the P tokens before."""
+    """The attention of layer `index`. bits: of its numbers; None: as planned. maps: of its entries;
+    without them entries are keys and values less their `mean` [R], as in the engine. quantiser:
+    stores keys and values instead. past: entries, keys and values of the P tokens before."""
 
     def __init__(
         self,
+        index: int,
         spec: LayerSpec,
         bits: int | None,
         window: Window,
         maps: LayerProjections | None,
         mean: Tensor,
+        quantiser: Quantiser | None,
     ) -> None:
-        self.spec, self.bits, self.window, self.maps, self.mean = spec, bits, window, maps, mean
+        self.index, self.spec, self.bits, self.window = index, spec, bits, window
+        self.maps, self.mean, self.quantiser = maps, mean, quantiser
         self.past: tuple[Tensor, ...] | None = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, remember: bool) -> Tensor:
@@ -108,17 +113,11 @@ class Layer:
             exact = self.read(queries, in_bits(entries, self.spec, 8))
         elif self.window.kind != "whole":
             exact = self.read(queries, entries)
-        coarse = self.read(queries, in_bits(entries, self.spec, self.bits))
-        near = self.window.near(q.shape[1], len(entries))
-        hidden = torch.ones(near.shape, dtype=torch.bool).triu(1 + before)
-        outputs, groups = [], len(q) // len(k)
-        for head in range(len(k)):
-            own = slice(head * groups, (head + 1) * groups)
-            near_scores, scores = (x[0][own] @ x[1][head].mT * scale for x in (exact, coarse))
-            scores = torch.where(near, near_scores, scores)
-            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-            outputs.append((weights * near) @ exact[2][head] + (weights * ~near) @ coarse[2][head])
-        return torch.cat(outputs)
+        if self.quantiser is None:
+            coarse = self.read(queries, in_bits(entries, self.spec, self.bits))
+        else:
+            coarse = q, self.quantiser.keys(self.index, k), self.quantiser.values(self.index, v)
+        return mixed(exact, coarse, self.window.near(q.shape[1], len(entries)), scale)
 
     def entries(self, q: Tensor, k: Tensor, v: Tensor, first: int) -> tuple[Tensor, Tensor]:
         """Queries that score stored keys [Hq, T, r], and entries [T, R] before they are rounded.
@@ -146,6 +145,26 @@ class Layer:
         keys = layer.score_keys(entries[None], tables)[0]
         values = layer.full_values(entries[None])[0] + self.maps.maps.value_mean
         return q, keys, values.transpose(0, 1)
+
+
+def mixed(exact: Inputs, coarse: Inputs, near: Tensor, scale: float) -> Tensor:
+    """Causal attention [Hq, T, d] of the last T of S tokens to the `exact` keys and values where
+    `near` bool [T, S] is true, and to the `coarse` ones elsewhere."""
+    groups, count = len(exact[0]) // len(exact[1]), near.shape[1]
+    at = torch.arange(count, device=near.device)
+    positions, outputs = at[count - len(near) :, None], []
+    for rows in torch.arange(len(near), device=near.device).split(CHUNK):
+        own, hidden, heads = near[rows], at > positions[rows], []
+        for head in range(len(exact[1])):
+            queries = slice(head * groups, (head + 1) * groups)
+            near_scores, scores = (
+                x[0][queries, rows] @ x[1][head].mT * scale for x in (exact, coarse)
+            )
+            scores = torch.where(own, near_scores, scores).masked_fill(hidden, -torch.inf)
+            weights = scores.float().softmax(-1).to(exact[2].dtype)
+            heads.append((weights * own) @ exact[2][head] + (weights * ~own) @ coarse[2][head])
+        outputs.append(torch.cat(heads))
+    return torch.cat(outputs, 1)
 
 
 def in_bits(entries: Tensor, spec: LayerSpec, bits: int | None) -> Tensor:
@@ -199,9 +218,14 @@ def spec_of(model: Any, sidecar: Sidecar | None) -> CacheSpec:
 
 @contextmanager
 def windowed(
-    model: Any, sidecar: Sidecar | None, bits: int | None, window: Window
+    model: Any,
+    sidecar: Sidecar | None,
+    bits: int | None,
+    window: Window,
+    quantiser: Quantiser | None = None,
 ) -> Iterator[Reader]:
-    """Let a model without sliding windows attend so. bits: of all numbers; None: as planned."""
+    """Let a model without sliding windows attend so. bits: of all numbers; None: as planned.
+    quantiser: instead of bits, which are 16 then."""
     spec = spec_of(model, sidecar)
     projections: list[LayerProjections | None] = [None] * len(spec.layers)
     if sidecar is not None:
@@ -214,7 +238,7 @@ def windowed(
     if sidecar is None and bits != 16:
         means = [torch.cat((x.keys, x.values)).flatten() for x in measured_means(model)]
     parts = zip(spec.layers, projections, means, strict=True)
-    layers = [Layer(x, bits, window, y, mean) for x, y, mean in parts]
+    layers = [Layer(i, x, bits, window, y, mean, quantiser) for i, (x, y, mean) in enumerate(parts)]
     reader = Reader(model, layers)
     ALL_ATTENTION_FUNCTIONS.register(NAME, reader.attention)
     with using_attention(model, lambda _: NAME), inference(model):

@@ -510,6 +510,32 @@ def divergence() -> str:
     return markdown(head, [line(x, row) for x in files for row in results(x)["rows"]])
 
 
+def quantisers() -> str:
+    """What published quantisers lose along SmolLM2's own answers, beside kvfold's settings."""
+    file, other = (f"{x}-divergence-quantisers-smollm2" for x in ("answer", "text"))
+    texts = {x["setting"]: x["nats"] for x in results(other)["rows"]}
+    lines = []
+    for row in sorted(results(file)["rows"], key=lambda x: x["smaller"]["1024"]):
+        sizes = [smaller(row["smaller"][x]) for x in ("1024", "8192")]
+        losses = [f"{x[0]:.3f} ± {x[1]:.3f}" for x in (row["all"]["kl"], row["nats"])]
+        text = texts.get(row["setting"])
+        losses.append(f"{text[0]:.3f} ± {text[1]:.3f}" if text else "–")
+        label = f"`{row['setting']}`" + mark(file, row["setting"])
+        lines.append([label, *sizes, *losses, f"{100 * row['all']['flips'][0]:.1f} %"])
+    head = ["setting", "smaller at 1K", "at 8K", "KL", "nats", "text", "flips"]
+    return markdown(head, lines)
+
+
+def quantiser_pairs() -> str:
+    """Settings of kvfold less published quantisers, paired by question."""
+    lines = [
+        [f"`{x['setting']}`", f"`{x['less']}`", *(f"{y[0]:+.3f} ± {y[1]:.3f}" for y in losses)]
+        for x in results("answer-divergence-quantisers-smollm2")["pairs"]
+        for losses in ((x["kl"], x["nats"]),)
+    ]
+    return markdown(["setting", "instead of", "KL", "nats"], lines)
+
+
 def windows() -> str:
     """What exact tokens win, paired by question."""
     files = [f"answer-divergence-{x}smollm2" for x in ("engine-", "windows-", "")]
@@ -521,7 +547,19 @@ def windows() -> str:
     return markdown(["setting", "instead of", "KL"], lines)
 
 
-QUALITY = (qwen, questions, ruler, smollm2, lm_eval, published, eviction, divergence, windows)
+QUALITY = (
+    qwen,
+    questions,
+    ruler,
+    smollm2,
+    lm_eval,
+    published,
+    eviction,
+    divergence,
+    windows,
+    quantisers,
+    quantiser_pairs,
+)
 SPEED = (
     vllm,
     qwen_steps,

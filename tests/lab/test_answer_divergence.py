@@ -15,8 +15,10 @@ from kvfold.config import CacheConfig
 from kvfold.engine.runner.build import build_runner
 from kvfold.engine.runner.trial import run_tokens
 from kvfold.evaluation.dense import DenseSession
-from kvfold.hub.loading import load
+from kvfold.hub.loading import load, load_tokenizer
+from kvfold.layout.pages import cache_layout
 from kvfold.maps.sidecar import Sidecar
+from published_quantisers import Kivi, moments
 from windowed import Window, spec_of, windowed
 
 PROMPTS = [list(range(40, 90)), [*range(40, 60), *range(100, 150)]]
@@ -118,18 +120,78 @@ def test_the_engine_decodes_with_a_window(model: Any, answers: Answers, folder: 
         assert lost[2] < lost[3]
 
 
+def test_published_quantisers_are_settings(model: Any, answers: Answers) -> None:
+    ids = torch.arange(240)[None] + 40
+    made = moments(model, ids)
+
+    def lost(name: str) -> dict[str, Any]:
+        given = Namespace(folder=Path(), model="reference:gqa")
+        return Setting(name, given).measured(model, answers, made)
+
+    found = [lost(x) for x in ("oscar-2~whole-100", "oscar-2~whole-20", "oscar-2")]
+    kls = [x["all"]["kl"][0] for x in found]
+    assert kls[0] < 1e-5
+    assert all(less < more for less, more in pairwise(kls)), kls
+    assert [x["smaller"]["1024"] for x in found[1:]] == [
+        pytest.approx(16 / (16 * n / 1024 + 2.25 * (1 - n / 1024)), abs=1e-3) for n in (20, 0)
+    ]
+    assert abs(found[0]["nats"][0]) < 1e-5
+    assert found[2]["nats"] == pytest.approx(
+        [sum(found[2]["nats_prompts"]) / 2, found[2]["nats"][1]], abs=1e-5
+    )
+
+
+def test_kivi_is_read_as_the_engine_decodes_it(model: Any, answers: Answers) -> None:
+    assert kl("kivi-2", model, answers) < 1e-5, "128 recent tokens are in 16 bits"
+    ids, rest = list(range(40, 190)), list(range(60, 68))
+    config = CacheConfig(bits=2, format="kivi", kv_bytes=2**26)
+    runner = build_runner(model, config, num_slots=1, max_tokens=192)
+    steps = torch.cat(list(run_tokens(runner, [ids], [rest])))
+    window = Window(kind="residual", tokens=128)
+    read_by = []
+    for quantiser in (Kivi(2), None):
+        with windowed(model, None, 16, window, quantiser) as read:
+            read_by.append(read(ids + rest)[len(ids) - 1 :])
+    apart = [(x - steps).abs().mean() for x in read_by]
+    assert apart[0] < 0.1 * apart[1]
+    given = Namespace(folder=Path(), model="reference:gqa")
+    found = Setting("kivi-2", given).measured(model, answers)
+    layout = cache_layout(spec_of(model, None), bits=2, format="kivi")
+    rest = layout.bits_per_token / spec_of(model, None).geometry.full_numbers
+    bits = (16 * 128 + rest * (1024 - 64.5)) / 1024
+    assert found["smaller"]["1024"] == pytest.approx(16 / bits, abs=1e-3)
+
+
+@pytest.mark.parametrize("name", ["kivi-2@8", "kvquant-3~whole-8", "oscar-3", "gear-2"])
+def test_unknown_settings_are_refused(name: str) -> None:
+    with pytest.raises(SystemExit, match=name):
+        Setting(name, Namespace(folder=Path(), model="reference:gqa"))
+
+
+def test_pieces_of_a_text_are_prompts_and_answers(tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("The ship sails at noon. " * 40, encoding="utf-8")
+    given = Namespace(model="reference:gqa", text=file, context=20, tokens=12, count=2)
+    prompts, tokens = answer_divergence.prepared(None, given)
+    assert [len(x) for x in (*prompts, *tokens)] == [20, 20, 12, 12]
+    ids = load_tokenizer("reference:gqa").encode("The ship sails at noon. " * 40)
+    assert (prompts[0] + tokens[0])[:30] == ids[:30]
+
+
 def test_sizes_count_the_window(model: Any, folder: Path) -> None:
     spec = spec_of(model, None)
     entries = 128 / (4 * 128 + 16) * 16  # with a scale of 16 bits for 128 numbers
-    assert Window(kind="whole").smaller(spec, 4, 1024) == pytest.approx(entries)
-    found = Window(kind="whole", tokens=192, first=64).smaller(spec, 4, 1024)
+    stored = cache_layout(spec, bits=4).bits_per_token
+    assert Window(kind="whole").smaller(spec, stored, 1024) == pytest.approx(entries)
+    found = Window(kind="whole", tokens=192, first=64).smaller(spec, stored, 1024)
     assert found == pytest.approx(1 / (0.25 + 0.75 / entries))
-    found = Window(kind="residual", tokens=256).smaller(spec, 4, 1024)
+    found = Window(kind="residual", tokens=256).smaller(spec, stored, 1024)
     assert found == pytest.approx(1 / (0.25 + (1 - 128.5 / 1024) / entries))
     small = spec_of(model, Sidecar.load(folder / "maps-small-6x"))
-    assert Window().smaller(small, None, 1024) == pytest.approx(6, rel=0.02)
+    stored = cache_layout(small).bits_per_token
+    assert Window().smaller(small, stored, 1024) == pytest.approx(6, rel=0.02)
     numbers = sum(x.row_width for x in small.layers) / small.geometry.full_numbers
-    all_stored = Window(tokens=1024).smaller(small, None, 1024)
+    all_stored = Window(tokens=1024).smaller(small, stored, 1024)
     assert all_stored == pytest.approx(1 / numbers)
 
 
@@ -163,9 +225,12 @@ def test_positions_are_in_quarters() -> None:
 
 
 def test_settings_are_paired_by_prompt() -> None:
-    rows = [{"setting": "a", "prompts": [1.0, 2.0]}, {"setting": "b", "prompts": [3.0, 4.0]}]
+    rows = [
+        {"setting": "a", "prompts": [1.0, 2.0], "nats_prompts": [1.0, 1.0]},
+        {"setting": "b", "prompts": [3.0, 4.0], "nats_prompts": [4.0, 4.0]},
+    ]
     found = answer_divergence.difference(rows, ["b", "a"])
-    assert found == {"setting": "b", "less": "a", "kl": [2, 0]}
+    assert found == {"setting": "b", "less": "a", "kl": [2, 0], "nats": [3, 0]}
 
 
 def test_a_question_stands_after_solved_ones() -> None:
