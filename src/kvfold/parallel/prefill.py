@@ -19,6 +19,7 @@ from kvfold.engine.api.llm import LLM
 from kvfold.engine.api.pack import check_pages
 from kvfold.engine.requests.packed import PackedContext
 from kvfold.hub.checkpoint import spec_of
+from kvfold.layout import CacheSpec
 from kvfold.layout.pages import plain_spec
 from kvfold.models.adapter import PAGED
 from kvfold.models.copies import shared_copy
@@ -27,6 +28,7 @@ from kvfold.models.fold import fold_plain
 from kvfold.models.positions import entries_of
 from kvfold.models.rotary import LONG_ROPE, rope_type
 from kvfold.parallel.context import UlyssesContext
+from kvfold.parallel.mixed import MixedRankContext
 from kvfold.parallel.shares import shares_of, token_counts
 from kvfold.utils.errors import SettingError
 from kvfold.utils.versions import cache_argument
@@ -59,13 +61,23 @@ class SequenceParallel:
     compressed outputs.
     """
 
-    def __init__(self, model: Any, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        group: dist.ProcessGroup | None = None,
+        *,
+        low_rank_exchange: bool = False,
+    ) -> None:
         """model: a causal LM of transformers, folded or not, which is not changed; or a kvfold.LLM,
             whose engine can go on with the prompts (`context`).
         group: ranks in the order of a prompt's tokens (None: all ranks).
+        low_rank_exchange: for a model compressed with `hybrid`: send the low-rank queries, keys and
+            values of unimportant tokens, which then attend and are attended to at that rank
+            (`MixedRankContext`). Off, all tokens are sent at full rank.
 
         Raises SettingError without a process group, if this process is not in the group, and for
-        models and engines that cannot be split; raises ValueError if the ranks' models differ.
+        models and engines that cannot be split or have no low rank; raises ValueError if the ranks'
+        models or settings differ.
         """
         self.llm = model if isinstance(model, LLM) else None
         if self.llm is None:
@@ -97,6 +109,11 @@ class SequenceParallel:
             self.model = shared_copy(model).eval()
         description = f"{self.spec} {model.dtype}".encode()
         self._agree(description, "another model", "load the same one on every rank")
+        setting = repr(low_rank_exchange).encode()
+        self._agree(setting, "another low_rank_exchange", "give every rank the same")
+        if low_rank_exchange:
+            _check_low_rank(self.spec)
+        self.low_rank_exchange = low_rank_exchange
         if not self.folded:
             fold_plain(self.model, self.spec)
         self.model.config._attn_implementation = PAGED
@@ -125,6 +142,8 @@ class SequenceParallel:
         tokens = self._checked(ids)
         counts = token_counts(len(tokens), self.size)
         context = UlyssesContext(self.shares, counts, self.group, keep_entries)
+        if self.low_rank_exchange:
+            context = MixedRankContext(self.shares, counts, self.group, keep_entries, self.spec)
         positions = torch.arange(context.tokens.start, context.tokens.stop, device=tokens.device)
         with nullcontext() if self.llm is None else self.llm.engine.lock.hold():
             hidden = self._forward(tokens[positions], positions, context)
@@ -245,6 +264,21 @@ def _check_entries(prompt: Prefilled) -> None:
     """Raises SettingError if the cache entries were not kept."""
     if not prompt.entries:
         raise SettingError("`prompt` has no cache entries: prefill it with keep_entries=True")
+
+
+def _check_low_rank(spec: CacheSpec) -> None:
+    """Raises SettingError if tokens cannot be sent at two ranks."""
+    if spec.hybrid is None:
+        raise SettingError(
+            "`low_rank_exchange=True`: all tokens of this model have one rank: compress it with"
+            " `hybrid`, or leave `low_rank_exchange` out"
+        )
+    if spec.hybrid.by != "denominators":
+        raise SettingError(
+            "`low_rank_exchange=True`: this model ranks tokens by the attention that they receive"
+            f" (by={spec.hybrid.by!r}), which ranks do not tell each other: compress it with"
+            " by='denominators', or leave `low_rank_exchange` out"
+        )
 
 
 def _check_engine(llm: LLM) -> None:
