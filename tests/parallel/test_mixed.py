@@ -5,6 +5,7 @@ Shapes: T tokens, Hq query heads, R numbers of a cache entry.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 from unittest.mock import patch
 
@@ -23,7 +24,11 @@ from kvfold.layout import CacheSpec, MixedRanks
 from kvfold.models.adapter import PAGED
 from kvfold.models.copies import shared_copy
 from kvfold.models.families import family_of
+from kvfold.ops.common.attention import LOG2_E
 from kvfold.parallel import SequenceParallel, wire_bytes
+from kvfold.parallel.attend import attend
+from kvfold.parallel.shares import shares_of
+from kvfold.utils.errors import SettingError
 from kvfold.utils.versions import cache_argument
 from models import CONFIGS, tiny, tokens
 from ranks import Ranks
@@ -191,6 +196,31 @@ def test_bytes_of_the_8b_shape() -> None:
         assert wire_bytes(spec, tokens, num_ranks, low_rank_exchange=True) == want
 
 
+def test_attention_of_some_queries_at_a_time() -> None:
+    """Outputs and log-sum-exps do not depend on how many scores are computed at once."""
+    model, spec = hybrid()
+    layer = next(iter(family_of(model.config).attentions(model))).description
+    share = shares_of(layer.spec, spec.geometry, 2)[0]
+    received = torch.randn(LENGTH, share.width, generator=torch.Generator().manual_seed(0))
+    want, _ = attend(layer, share, received)
+    scores = [
+        received[:, at : at + rank] @ received[:, first : first + rank].mT * layer.scale
+        for at, rank, (first, _) in zip(
+            accumulate(share.query_ranks, initial=0),
+            share.query_ranks,
+            (share.keys[head // layer.geometry.queries_per_kv] for head in share.heads),
+            strict=False,
+        )
+    ]
+    unseen = ~torch.ones(LENGTH, LENGTH).bool().tril()
+    want_lse = torch.stack(scores).masked_fill(unseen, -torch.inf).logsumexp(-1) * LOG2_E
+    for at_once in (2**22, LENGTH * 10):
+        with patch("kvfold.parallel.attend.SCORES", at_once):
+            out, lse = attend(layer, share, received, need_lse=True)
+        close(out, want)
+        close(lse, want_lse)
+
+
 # -- mistakes -----------------------------------------------------------------------------------
 
 
@@ -206,6 +236,12 @@ def told(group: dist.ProcessGroup, model: Any, first: bool, others: bool) -> str
 def test_models_of_one_rank_are_refused(pool: Ranks) -> None:
     want = "low_rank_exchange=True: all tokens of this model have one rank: compress it with hybrid"
     assert all(x.startswith(want) for x in pool.run(2, told, tiny("llama-gqa"), True, True))
+
+
+def test_bytes_of_one_rank_are_refused() -> None:
+    spec = variant_layout(SHAPES["tiny"], Variant()).spec
+    with pytest.raises(SettingError, match="all tokens of this model have one rank"):
+        wire_bytes(spec, LENGTH, 2, low_rank_exchange=True)
 
 
 def test_rankings_by_attention_are_refused(pool: Ranks) -> None:

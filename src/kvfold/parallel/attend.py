@@ -85,6 +85,8 @@ def _by_prefill(
             window=layer.window,
         )
         tiles.append(prefill(tile, keys, values, seen, layer.scale, layer.softcap))
+    if len(tiles) == 1:
+        return tiles[0]
     outs, lses = zip(*tiles, strict=True)
     return torch.cat(outs, 2), torch.cat(lses, 2)
 

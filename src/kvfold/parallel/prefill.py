@@ -19,7 +19,6 @@ from kvfold.engine.api.llm import LLM
 from kvfold.engine.api.pack import check_pages
 from kvfold.engine.requests.packed import PackedContext
 from kvfold.hub.checkpoint import spec_of
-from kvfold.layout import CacheSpec
 from kvfold.layout.pages import plain_spec
 from kvfold.models.adapter import PAGED
 from kvfold.models.copies import shared_copy
@@ -29,7 +28,7 @@ from kvfold.models.positions import entries_of
 from kvfold.models.rotary import LONG_ROPE, rope_type
 from kvfold.parallel.context import UlyssesContext
 from kvfold.parallel.mixed import MixedRankContext
-from kvfold.parallel.shares import shares_of, token_counts
+from kvfold.parallel.shares import check_low_rank, shares_of, token_counts
 from kvfold.utils.errors import SettingError
 from kvfold.utils.versions import cache_argument
 
@@ -112,7 +111,7 @@ class SequenceParallel:
         setting = repr(low_rank_exchange).encode()
         self._agree(setting, "another low_rank_exchange", "give every rank the same")
         if low_rank_exchange:
-            _check_low_rank(self.spec)
+            check_low_rank(self.spec)
         self.low_rank_exchange = low_rank_exchange
         if not self.folded:
             fold_plain(self.model, self.spec)
@@ -264,21 +263,6 @@ def _check_entries(prompt: Prefilled) -> None:
     """Raises SettingError if the cache entries were not kept."""
     if not prompt.entries:
         raise SettingError("`prompt` has no cache entries: prefill it with keep_entries=True")
-
-
-def _check_low_rank(spec: CacheSpec) -> None:
-    """Raises SettingError if tokens cannot be sent at two ranks."""
-    if spec.hybrid is None:
-        raise SettingError(
-            "`low_rank_exchange=True`: all tokens of this model have one rank: compress it with"
-            " `hybrid`, or leave `low_rank_exchange` out"
-        )
-    if spec.hybrid.by != "denominators":
-        raise SettingError(
-            "`low_rank_exchange=True`: this model ranks tokens by the attention that they receive"
-            f" (by={spec.hybrid.by!r}), which ranks do not tell each other: compress it with"
-            " by='denominators', or leave `low_rank_exchange` out"
-        )
 
 
 def _check_engine(llm: LLM) -> None:

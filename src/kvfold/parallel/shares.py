@@ -19,6 +19,7 @@ from kvfold.layout import (
     Side,
 )
 from kvfold.ops.common.plan import longest_first
+from kvfold.utils.errors import SettingError
 
 SLACK = 1 / 32  # accepted extra work of the busiest rank if fewer numbers are sent then
 RANKING_BYTES = 4  # of a token's importance, a float32
@@ -241,8 +242,10 @@ def wire_bytes(
     `kvfold.layout.pages.plain_spec`. low_rank_exchange: as in `SequenceParallel`, what ranks tell
     each other about important tokens included; how many of them are on which rank is unknown, so
     this is exact if ranks have equally wide shares, and else for a prompt whose important tokens
-    are spread evenly.
+    are spread evenly. Raises SettingError for a spec without such tokens.
     """
+    if low_rank_exchange:
+        check_low_rank(spec)
     counts, numbers = token_counts(num_tokens, num_ranks), 0
     for layer in spec.layers:
         pairs = zip(shares_of(layer, spec.geometry, num_ranks), counts, strict=True)
@@ -264,6 +267,21 @@ def _saved_bytes(spec: CacheSpec, counts: Sequence[int], itemsize: int) -> int:
             numbers += unimportant * (num_tokens - count) * less
     rankings = len(ranking_layers(hybrid)) * 2 * (len(counts) - 1) * num_tokens
     return round(numbers) * itemsize - rankings * RANKING_BYTES
+
+
+def check_low_rank(spec: CacheSpec) -> None:
+    """Raises SettingError if tokens of these entries cannot be sent at two ranks."""
+    if spec.hybrid is None:
+        raise SettingError(
+            "`low_rank_exchange=True`: all tokens of this model have one rank: compress it with"
+            " `hybrid`, or leave `low_rank_exchange` out"
+        )
+    if spec.hybrid.by != "denominators":
+        raise SettingError(
+            "`low_rank_exchange=True`: this model ranks tokens by the attention that they receive"
+            f" (by={spec.hybrid.by!r}), which ranks do not tell each other: compress it with"
+            " by='denominators', or leave `low_rank_exchange` out"
+        )
 
 
 def ranking_layers(hybrid: MixedRanks) -> frozenset[int]:
