@@ -6,6 +6,7 @@ d head dim, R numbers of a cache entry.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from kvfold.ops.common.attention import attention, rotate
 from kvfold.ops.prefill import KVView, Seen, prefill, why_not
 from kvfold.parallel.shares import ColumnRange, HeadShare, column_ranges
 
-SCORES = 2**22  # of a query head that plain PyTorch computes at once
+SCORES = 2**19  # of a query head that plain PyTorch computes at once
 
 
 def message(
@@ -72,19 +73,19 @@ def _by_prefill(
 ) -> tuple[Tensor, Tensor]:
     """Attention by `ops.prefill`, of `tile_tokens` queries at a time: [1, H, N, widest value], and
     the log-sum-exps [1, H, N]."""
-    size = q.shape[2]
-    counts = torch.full((1, 1), size, dtype=torch.int32, device=q.device)
-    positions = torch.arange(size, dtype=torch.int32, device=q.device)[None]
-    tiles = []
+    positions = torch.arange(q.shape[2], dtype=torch.int32, device=q.device)[None]
+    tiles, end = [], 0
     for tile, queries in zip(q.split(tile_tokens, 2), positions.split(tile_tokens, 1), strict=True):
+        end += tile.shape[2]
         seen = Seen(
-            counts=counts,
+            counts=torch.full((1, 1), end, dtype=torch.int32, device=q.device),
             owner=(0,) * len(keys.ranks),
             positions=None,
             queries=queries,
             window=layer.window,
         )
-        tiles.append(prefill(tile, keys, values, seen, layer.scale, layer.softcap))
+        k, v = (replace(x, data=x.data[:, :end]) for x in (keys, values))
+        tiles.append(prefill(tile, k, v, seen, layer.scale, layer.softcap))
     if len(tiles) == 1:
         return tiles[0]
     outs, lses = zip(*tiles, strict=True)

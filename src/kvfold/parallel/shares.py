@@ -217,10 +217,10 @@ def low_rank_columns(share: HeadShare, low_rank: LayerSpec) -> list[int]:
     """The columns of a share's message that are sent for unimportant tokens: the first numbers of
     each head's queries and of each latent. low_rank: the layer's spec of unimportant tokens."""
     ranks = dict(zip(share.spec.latents, low_rank.latents, strict=True))
-    kept = [key_rank(low_rank, share.geometry, head) for head in share.heads]
-    kept += [ranks[latent].rank for latent in share.latents]
+    sent_ranks = [key_rank(low_rank, share.geometry, head) for head in share.heads]
+    sent_ranks += [ranks[latent].rank for latent in share.latents]
     starts = accumulate((*share.query_ranks, *(x.rank for x in share.latents)), initial=0)
-    return [first + i for first, rank in zip(starts, kept, strict=False) for i in range(rank)]
+    return [first + i for first, rank in zip(starts, sent_ranks, strict=False) for i in range(rank)]
 
 
 def num_important(share: float, num_tokens: int) -> int:
