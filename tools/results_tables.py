@@ -27,8 +27,10 @@ PAGES = (
     "docs/lm-eval.md",
     "docs/recipes.md",
     "docs/start.md",
+    "docs/long-prompts.md",
     "docs/lab/answers.md",
     "docs/lab/composites.md",
+    "docs/lab/parallel.md",
     *(f"docs/papers/{name}.md" for name in ("kv-compress", "lorc", "palu", "zack", "zdc")),
 )
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

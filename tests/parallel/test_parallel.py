@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import combinations_with_replacement, pairwise
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -21,7 +22,11 @@ import kvfold
 import model_types
 from fold_cases import close, prepared
 from kvfold import recipes
+from kvfold.api import save
 from kvfold.bench.variants import SHAPES, Variant, variant_layout
+from kvfold.calibration.calibrate import calibrate
+from kvfold.compression.compressor import Compressor
+from kvfold.config import Ratios
 from kvfold.engine.requests.params import SamplingParams
 from kvfold.engine.requests.request import TokenLogprobs
 from kvfold.hub.loading import load_tokenizer
@@ -224,12 +229,12 @@ def test_kernels_see_what_pytorch_sees(recipe: str | None, monkeypatch: Any) -> 
     torch.manual_seed(0)
     for share in shares_of(layer.spec, spec.geometry, 3)[:2]:
         messages = torch.randn(LENGTH, share.width).half()
-        want = attend(layer, share, messages)
+        want, _ = attend(layer, share, messages)
         with monkeypatch.context() as patched:
             patched.setenv("KVFOLD_BACKEND", "triton")
             use_triton.cache_clear()
             with patch("kvfold.parallel.attend.attention", side_effect=AssertionError):
-                got = attend(layer, share, messages)
+                got, _ = attend(layer, share, messages)
         use_triton.cache_clear()
         assert (got - want).norm() <= 2e-3 * want.norm()
 
@@ -269,6 +274,24 @@ def test_benchmark_of_a_model(pool: Ranks) -> None:
         losses = [float(model(x[None], labels=x[None]).loss) for x in ids[1:3]]
     for row in rows:
         assert row["loss"] == pytest.approx(sum(losses) / 2, rel=1e-5)
+
+
+def test_benchmark_of_an_exchange_of_two_ranks(pool: Ranks, tmp_path: Path) -> None:
+    """A model with low-rank entries is read in both ways, and one rank loses what all do."""
+    model, tokenizer = kvfold.reference("gqa"), load_tokenizer("reference:gqa")
+    compressor = Compressor(model, recipes.get("zack"))
+    ids = windows(tokenizer, running(packaged("filler.txt")), 64, 256)
+    prepared = compressor.prepare(calibrate(model, compressor.family, ids, compressor.needs))
+    ratios = Ratios(low_rank_keys=0.75, low_rank_values=0.75, important=0.2, important_last=0.2)
+    prepared.fold(prepared.plan_hybrid(ratios), {})
+    save(model, tokenizer, tmp_path / "hybrid")
+    rows = pool.run(5, partial(measured, models=[str(tmp_path / "hybrid")]), 64)[0]
+    full, low_rank, alone, low_rank_alone = rows
+    assert low_rank["name"].endswith("low-rank exchange")
+    assert low_rank["wire_bytes"] < 0.85 * full["wire_bytes"]
+    assert full["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+    assert low_rank["loss"] == pytest.approx(low_rank_alone["loss"], rel=1e-4)
+    assert low_rank["loss"] != pytest.approx(full["loss"], rel=1e-3)
 
 
 # -- mistakes -----------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ d head dim, R numbers of a cache entry.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,8 @@ from kvfold.attention.base import Columns, LayerAttention
 from kvfold.ops.common.attention import attention, rotate
 from kvfold.ops.prefill import KVView, Seen, prefill, why_not
 from kvfold.parallel.shares import ColumnRange, HeadShare, column_ranges
+
+SCORES = 2**19  # of a query head that plain PyTorch computes at once
 
 
 def message(
@@ -38,11 +41,16 @@ def message(
     return torch.cat(parts, 1)
 
 
-def attend(layer: LayerAttention, share: HeadShare, received: Tensor) -> Tensor:
+def attend(
+    layer: LayerAttention, share: HeadShare, received: Tensor, need_lse: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """Causal attention of a share's heads over the messages [N, W] of all tokens, in order. Returns
-    the input of the output projection [N, sum of ranks]."""
+    the input of the output projection [N, sum of ranks] and, if asked, the log2-sum-exp2 of the
+    scores, fp32 [H, N]."""
     if not share.heads:
-        return received.new_empty(len(received), 0)
+        size = len(received)
+        lse = torch.empty(0, size, device=received.device) if need_lse else None
+        return received.new_empty(size, 0), lse
     q = _spread(received[:, : sum(share.query_ranks)], share.query_ranks)
     keys, values = (_view(received, ranges, share) for ranges in (share.keys, share.values))
     if layer.reconstructs_keys and not share.sends_full_keys:
@@ -50,24 +58,38 @@ def attend(layer: LayerAttention, share: HeadShare, received: Tensor) -> Tensor:
         keys = _whole(_keys(layer, share, received, share.keys, all_tokens), share)
     if layer.value_up is not None and not share.sends_full_values:
         values = _whole(_values(layer, share, received, share.values), share)
-    if layer.softcap is None and why_not(q, keys, values) is None:
-        out = _by_kernel(layer, q, keys, values)
+    has_kernel = layer.softcap is None and why_not(q, keys, values) is None
+    if has_kernel or need_lse:
+        tile_tokens = len(received) if has_kernel else max(SCORES // len(received), 1)
+        out, lse = _by_prefill(layer, q, keys, values, tile_tokens)
     else:
-        out = _by_torch(layer, q, keys, values)
-    return _side_by_side(out[0].unbind(), share.output_ranks)
+        out, lse = _by_torch(layer, q, keys, values), None
+    lse = lse[0] if lse is not None and need_lse else None
+    return _side_by_side(out[0].unbind(), share.output_ranks), lse
 
 
-def _by_kernel(layer: LayerAttention, q: Tensor, keys: KVView, values: KVView) -> Tensor:
-    """Attention by a kernel: [1, H, N, widest value]."""
-    size = q.shape[2]
-    seen = Seen(
-        counts=torch.full((1, 1), size, dtype=torch.int32, device=q.device),
-        owner=(0,) * len(keys.ranks),
-        positions=None,
-        queries=torch.arange(size, dtype=torch.int32, device=q.device)[None],
-        window=layer.window,
-    )
-    return prefill(q, keys, values, seen, layer.scale)[0]
+def _by_prefill(
+    layer: LayerAttention, q: Tensor, keys: KVView, values: KVView, tile_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """Attention by `ops.prefill`, of `tile_tokens` queries at a time: [1, H, N, widest value], and
+    the log-sum-exps [1, H, N]."""
+    positions = torch.arange(q.shape[2], dtype=torch.int32, device=q.device)[None]
+    tiles, end = [], 0
+    for tile, queries in zip(q.split(tile_tokens, 2), positions.split(tile_tokens, 1), strict=True):
+        end += tile.shape[2]
+        seen = Seen(
+            counts=torch.full((1, 1), end, dtype=torch.int32, device=q.device),
+            owner=(0,) * len(keys.ranks),
+            positions=None,
+            queries=queries,
+            window=layer.window,
+        )
+        k, v = (replace(x, data=x.data[:, :end]) for x in (keys, values))
+        tiles.append(prefill(tile, k, v, seen, layer.scale, layer.softcap))
+    if len(tiles) == 1:
+        return tiles[0]
+    outs, lses = zip(*tiles, strict=True)
+    return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
 def _by_torch(layer: LayerAttention, q: Tensor, keys: KVView, values: KVView) -> Tensor:

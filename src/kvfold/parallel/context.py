@@ -43,8 +43,10 @@ class UlyssesContext(AttentionContext):
             self.entries.append(rows[0])
         my_share, num_tokens = shares[self.rank], len(self.tokens)
         sent = [message(layer, share, q, rows[0], self.tokens) for share in shares]
-        received = self._exchange(sent, [count * my_share.width for count in self.counts])
-        outputs = attend(layer, my_share, received.view(sum(self.counts), my_share.width))
+        received = self._all_tokens(layer, sent)
+        outputs, lse = attend(layer, my_share, received, self._ranks_tokens(layer))
+        if lse is not None:
+            self._rank_tokens(lse)
         sizes = [num_tokens * share.output_width for share in shares]
         returned = self._exchange(outputs.split(list(self.counts)), sizes)
         heads: dict[int, Tensor] = {}
@@ -55,6 +57,20 @@ class UlyssesContext(AttentionContext):
         if (maps := layer.output_maps) is None:
             return out
         return with_mean(maps, out.unflatten(2, (len(maps.mean), maps.queries, -1)))
+
+    def _all_tokens(self, layer: LayerAttention, sent: Sequence[Tensor]) -> Tensor:
+        """Exchange messages [n, .] for each rank: those of all tokens for this rank [N, W]."""
+        width = self.shares[layer.index][self.rank].width
+        received = self._exchange(sent, [count * width for count in self.counts])
+        return received.view(sum(self.counts), width)
+
+    def _ranks_tokens(self, layer: LayerAttention) -> bool:
+        """Whether tokens are ranked by this layer's attention."""
+        return False
+
+    def _rank_tokens(self, lse: Tensor) -> None:
+        """Rank tokens by the log-sum-exps [H, N] of this rank's heads."""
+        raise NotImplementedError
 
     def _exchange(self, blocks: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
         """All-to-all: send each rank its block, without padding. Returns the received numbers as

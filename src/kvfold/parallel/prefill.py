@@ -27,7 +27,8 @@ from kvfold.models.fold import fold_plain
 from kvfold.models.positions import entries_of
 from kvfold.models.rotary import LONG_ROPE, rope_type
 from kvfold.parallel.context import UlyssesContext
-from kvfold.parallel.shares import shares_of, token_counts
+from kvfold.parallel.mixed import MixedRankContext
+from kvfold.parallel.shares import check_low_rank, shares_of, token_counts
 from kvfold.utils.errors import SettingError
 from kvfold.utils.versions import cache_argument
 
@@ -59,13 +60,23 @@ class SequenceParallel:
     compressed outputs.
     """
 
-    def __init__(self, model: Any, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        group: dist.ProcessGroup | None = None,
+        *,
+        low_rank_exchange: bool = False,
+    ) -> None:
         """model: a causal LM of transformers, folded or not, which is not changed; or a kvfold.LLM,
             whose engine can go on with the prompts (`context`).
         group: ranks in the order of a prompt's tokens (None: all ranks).
+        low_rank_exchange: for a model compressed with `hybrid`: send the low-rank queries, keys and
+            values of unimportant tokens, which then attend and are attended to at that rank
+            (`MixedRankContext`). Off, all tokens are sent at full rank.
 
         Raises SettingError without a process group, if this process is not in the group, and for
-        models and engines that cannot be split; raises ValueError if the ranks' models differ.
+        models and engines that cannot be split or have no low rank; raises ValueError if the ranks'
+        models or settings differ.
         """
         self.llm = model if isinstance(model, LLM) else None
         if self.llm is None:
@@ -97,6 +108,11 @@ class SequenceParallel:
             self.model = shared_copy(model).eval()
         description = f"{self.spec} {model.dtype}".encode()
         self._agree(description, "another model", "load the same one on every rank")
+        setting = repr(low_rank_exchange).encode()
+        self._agree(setting, "another low_rank_exchange", "give every rank the same")
+        if low_rank_exchange:
+            check_low_rank(self.spec)
+        self.low_rank_exchange = low_rank_exchange
         if not self.folded:
             fold_plain(self.model, self.spec)
         self.model.config._attn_implementation = PAGED
@@ -125,6 +141,8 @@ class SequenceParallel:
         tokens = self._checked(ids)
         counts = token_counts(len(tokens), self.size)
         context = UlyssesContext(self.shares, counts, self.group, keep_entries)
+        if self.low_rank_exchange:
+            context = MixedRankContext(self.shares, counts, self.group, keep_entries, self.spec)
         positions = torch.arange(context.tokens.start, context.tokens.stop, device=tokens.device)
         with nullcontext() if self.llm is None else self.llm.engine.lock.hold():
             hidden = self._forward(tokens[positions], positions, context)

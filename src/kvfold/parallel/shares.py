@@ -8,18 +8,21 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache, partial
 from itertools import accumulate, pairwise, product
-from math import gcd, inf
+from math import ceil, gcd, inf
 
 from kvfold.layout import (
     CacheSpec,
     Geometry,
     Latent,
     LayerSpec,
+    MixedRanks,
     Side,
 )
 from kvfold.ops.common.plan import longest_first
+from kvfold.utils.errors import SettingError
 
 SLACK = 1 / 32  # accepted extra work of the busiest rank if fewer numbers are sent then
+RANKING_BYTES = 4  # of a token's importance, a float32
 ColumnRange = tuple[int, int]  # of a KV head's keys or values: first column, numbers
 
 
@@ -210,15 +213,77 @@ def token_counts(num_tokens: int, num_ranks: int) -> list[int]:
     return [count + (rank < more) for rank in range(num_ranks)]
 
 
-def wire_bytes(spec: CacheSpec, num_tokens: int, num_ranks: int, itemsize: int = 2) -> int:
+def low_rank_columns(share: HeadShare, low_rank: LayerSpec) -> list[int]:
+    """The columns of a share's message that are sent for unimportant tokens: the first numbers of
+    each head's queries and of each latent. low_rank: the layer's spec of unimportant tokens."""
+    ranks = dict(zip(share.spec.latents, low_rank.latents, strict=True))
+    sent_ranks = [key_rank(low_rank, share.geometry, head) for head in share.heads]
+    sent_ranks += [ranks[latent].rank for latent in share.latents]
+    starts = accumulate((*share.query_ranks, *(x.rank for x in share.latents)), initial=0)
+    return [first + i for first, rank in zip(starts, sent_ranks, strict=False) for i in range(rank)]
+
+
+def num_important(share: float, num_tokens: int) -> int:
+    """The number of important tokens: `share` of num_tokens, rounded up."""
+    return ceil(share * num_tokens - 1e-9)
+
+
+def wire_bytes(
+    spec: CacheSpec,
+    num_tokens: int,
+    num_ranks: int,
+    itemsize: int = 2,
+    low_rank_exchange: bool = False,
+) -> int:
     """Bytes that all ranks together send to each other to prefill `num_tokens`, over all layers:
     queries, keys, values and attention outputs. itemsize: bytes of a number.
 
     What a rank sends to itself is not counted. For an uncompressed model, use the spec of
-    `kvfold.layout.pages.plain_spec`.
+    `kvfold.layout.pages.plain_spec`. low_rank_exchange: as in `SequenceParallel`, what ranks tell
+    each other about important tokens included; how many of them are on which rank is unknown, so
+    this is exact if ranks have equally wide shares, and else for a prompt whose important tokens
+    are spread evenly. Raises SettingError for a spec without such tokens.
     """
+    if low_rank_exchange:
+        check_low_rank(spec)
     counts, numbers = token_counts(num_tokens, num_ranks), 0
     for layer in spec.layers:
         pairs = zip(shares_of(layer, spec.geometry, num_ranks), counts, strict=True)
         numbers += sum((num_tokens - count) * (x.width + x.output_width) for x, count in pairs)
-    return numbers * itemsize
+    total = numbers * itemsize
+    return total - _saved_bytes(spec, counts, itemsize) if low_rank_exchange else total
+
+
+def _saved_bytes(spec: CacheSpec, counts: Sequence[int], itemsize: int) -> int:
+    """Bytes that `low_rank_exchange` saves. The first layer sends all tokens at full rank."""
+    hybrid, low_rank, num_tokens = spec.hybrid, spec.low_rank, sum(counts)
+    assert hybrid is not None and low_rank is not None, "all tokens store the same"
+    numbers = 0.0
+    for index in range(1, len(spec.layers)):
+        unimportant = 1 - num_important(hybrid.important[index], num_tokens) / num_tokens
+        shares = shares_of(spec.layers[index], spec.geometry, len(counts))
+        for share, count in zip(shares, counts, strict=True):
+            less = share.width - len(low_rank_columns(share, low_rank.layers[index]))
+            numbers += unimportant * (num_tokens - count) * less
+    rankings = len(ranking_layers(hybrid)) * 2 * (len(counts) - 1) * num_tokens
+    return round(numbers) * itemsize - rankings * RANKING_BYTES
+
+
+def check_low_rank(spec: CacheSpec) -> None:
+    """Raises SettingError if tokens of these entries cannot be sent at two ranks."""
+    if spec.hybrid is None:
+        raise SettingError(
+            "`low_rank_exchange=True`: all tokens of this model have one rank: compress it with"
+            " `hybrid`, or leave `low_rank_exchange` out"
+        )
+    if spec.hybrid.by != "denominators":
+        raise SettingError(
+            "`low_rank_exchange=True`: this model ranks tokens by the attention that they receive"
+            f" (by={spec.hybrid.by!r}), which ranks do not tell each other: compress it with"
+            " by='denominators', or leave `low_rank_exchange` out"
+        )
+
+
+def ranking_layers(hybrid: MixedRanks) -> frozenset[int]:
+    """The layers whose ranking of tokens a later layer's exchange uses."""
+    return frozenset(hybrid.leaders[:-1])
