@@ -40,7 +40,12 @@ from kvfold.maps.sidecar import Sidecar
 from kvfold.utils.files import finite
 from kvfold.utils.progress import Report
 
-PLAIN: dict[str, dict[str, Any]] = {"original": {}, "bits-8": {"bits": 8}, "bits-4": {"bits": 4}}
+PLAIN: dict[str, dict[str, Any]] = {
+    "original": {},
+    "bits-8": {"bits": 8},
+    "bits-4": {"bits": 4},
+    "bits-4-window": {"bits": 4, "window": 128},
+}
 CTX, TOKENS, SLOTS, LONGEST = 2048, 32768, 64, 2048
 STEPS, SKIPPED = 100, 10  # timed, after so many that are not
 LIKELIEST, UNLIKELY = 20, -1e3  # tokens whose log-probability is read, and that of all others
