@@ -409,7 +409,9 @@ def test_nothing_is_lost_in_a_crowd_of_clients(seconds: int, clients: int, cachi
     assert (hits > 0.1) == caching
 
 
-def test_the_address_is_told_once_clients_can_connect(capsys) -> None:
+def test_the_address_is_told_once_clients_can_connect(capsys, monkeypatch) -> None:
+    # Limits would stay on pytest's handlers, which later tests read.
+    monkeypatch.setattr("kvfold.server.run.limit_logs", lambda: None)
     said = []
 
     async def end() -> None:
