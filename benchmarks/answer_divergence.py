@@ -47,7 +47,7 @@ from kvfold.utils.chat import encode_chat
 from kvfold.utils.files import write_json
 from kvfold.utils.text import running
 from kvfold.utils.tokens import windows
-from published_quantisers import NAMES, Kivi, Moments, calibrated
+from published_quantisers import NAMES, Kivi, Moments, Quantiser, calibrated
 from real_tasks import MAPS, planned
 from windowed import Reader, Window, spec_of, windowed
 
@@ -153,36 +153,38 @@ class Setting:
     ) -> dict[str, Any]:
         """moments: of the model's layers, for quantisers that need them."""
         sidecar = Sidecar.load(self.maps) if self.maps else None
+        quantiser = NAMES[self.quantiser](moments) if self.quantiser else None
         lost, flips, nats = [], [], []
-        read = self._read(model, sidecar, answers, moments)
+        read = self._read(model, sidecar, answers, quantiser)
         for before, own, tokens in zip(answers.logp, read, answers.tokens, strict=True):
             lost.append((before.exp() * (before - own)).sum(-1))
             flips.append((own.argmax(-1) != before.argmax(-1)).float())
             nats.append((before - own).gather(1, torch.tensor(tokens)[:, None])[:, 0])
-        entries = self._bits_per_token(spec_of(model, sidecar), moments)
-        sizes = {x: self.window.smaller(spec_of(model, sidecar), entries, x) for x in CONTEXTS}
+        spec = spec_of(model, sidecar)
+        entries = self._bits_per_token(spec, quantiser)
+        sizes = {x: self.window.smaller(spec, entries, x) for x in CONTEXTS}
         smaller = {str(x): round(size, 3) for x, size in sizes.items()}
         found = {"setting": self.name, "smaller": smaller} | own_nats(torch.stack(nats, 1))
         return found | summary(torch.stack(lost, 1), torch.stack(flips, 1))
 
-    def _bits_per_token(self, spec: CacheSpec, moments: Sequence[Moments]) -> float:
+    def _bits_per_token(self, spec: CacheSpec, quantiser: Quantiser | None) -> float:
         """Bits of a token that is not exact."""
-        if self.quantiser:
-            return NAMES[self.quantiser](moments).stored_bits * spec.geometry.full_numbers
+        if quantiser is not None:
+            return quantiser.stored_bits * spec.geometry.full_numbers
         if self.folded:
             spec = checkpoint.saved_spec(load_config(self.folded)) or spec
         return cache_layout(spec, bits=self.bits, format=self.format).bits_per_token
 
     def _read(
-        self, model: Any, sidecar: Sidecar | None, answers: Answers, moments: Sequence[Moments]
+        self, model: Any, sidecar: Sidecar | None, answers: Answers, quantiser: Quantiser | None
     ) -> Iterator[Tensor]:
         """The setting's log-probabilities [N, V] along each answer."""
         if self.decodes:
             yield from self._decoded(model, sidecar, answers)
             return
-        quantiser, bits = NAMES[self.quantiser](moments) if self.quantiser else None, self.bits
+        bits = self.bits
         if self.format == "kivi":
-            quantiser, bits = Kivi(self.bits or 0), 16
+            quantiser, bits = Kivi(bits or 0), 16
         with windowed(model, sidecar, bits, self.window, quantiser) as read:
             yield from answers.read(read)
 

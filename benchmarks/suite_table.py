@@ -48,14 +48,16 @@ class Setting:
         return "--fold" in self.compress
 
 
+def exact(window: int) -> tuple[str, ...]:
+    return ("--set", f"window={window}") if window else ()
+
+
 def planned(recipe: str, factor: float, *more: str, window: int = 0) -> Setting:
-    cache = ("--set", f"window={window}") if window else ()
-    return Setting(("--recipe", recipe, "--factor", str(factor), *more), cache)
+    return Setting(("--recipe", recipe, "--factor", str(factor), *more), exact(window))
 
 
 def bits(bits: int, window: int = 0) -> Setting:
-    more = ("--set", f"window={window}") if window else ()
-    return Setting(cache=("--bits", str(bits), *more))
+    return Setting(cache=("--bits", str(bits), *exact(window)))
 
 
 def published(recipe: str, keep: float = 0.5, *cache: str) -> Setting:
@@ -67,8 +69,8 @@ def kvquant(bits: int) -> Setting:
 
 
 def simulated(quantiser: str, recent: int = 0, first: int = 0, *more: str) -> Setting:
-    exact = ("--recent", str(recent), "--first", str(first))
-    return Setting(simulated=("--quantiser", quantiser, *exact, *more))
+    counts = ("--recent", str(recent), "--first", str(first))
+    return Setting(simulated=("--quantiser", quantiser, *counts, *more))
 
 
 def evicted(policy: str, *more: str) -> Setting:
