@@ -29,8 +29,8 @@ from kvfold.utils.files import finite, write_json
 
 KVFOLD = (sys.executable, "-m", "kvfold")
 SIMULATED = (sys.executable, str(Path(__file__).with_name("quantised_tasks.py")))
-QUARTER = ("--keep-tokens", "0.25")
 AFTER = ("--set", "question=after")
+REPAIR = ("--set", "repair=true")
 WINDOW = 128  # exact last tokens
 
 
@@ -73,8 +73,8 @@ def simulated(quantiser: str, recent: int = 0, first: int = 0, *more: str) -> Se
     return Setting(simulated=("--quantiser", quantiser, *counts, *more))
 
 
-def evicted(policy: str, *more: str) -> Setting:
-    return Setting(cache=("--evict", policy, *QUARTER, *more))
+def evicted(policy: str, *more: str, keep: float = 0.25) -> Setting:
+    return Setting(cache=("--evict", policy, "--keep-tokens", str(keep), *more))
 
 
 FOR_SPEED = ("--set", "prefer=speed")
@@ -115,6 +115,11 @@ SETTINGS = {
     "snapkv-after": evicted("snapkv", *AFTER),
     "kvzip-before": evicted("kvzip"),
     "kvzip-after": evicted("kvzip", *AFTER),
+    "kvzip-repair-before": evicted("kvzip", *REPAIR),
+    "kvzip-repair-after": evicted("kvzip", *AFTER, *REPAIR),
+    "kvzip-eighth-before": evicted("kvzip", keep=0.125),
+    "kvzip+-before": evicted("kvzip+"),
+    "kvzip+-after": evicted("kvzip+", *AFTER),
 }
 
 
