@@ -276,6 +276,7 @@ CACHES = {  # kinds of benchmarks/vllm_speed.py and vllm_agents.py
     "swift-5x": "kvfold, `swift` 5x, folded",
     "maps-swift-5x": "kvfold, `swift` 5x",
     "swift-5.1x-odd": "kvfold, `swift` 5.1x, keys 8/4",
+    "lean-8x": "kvfold, `lean` 8x",
 }
 
 
@@ -374,7 +375,7 @@ def agents() -> str:
         return [CACHES[kind] + mark(file, kind), *cells]
 
     head = ["cache", "tokens that fit", "sessions", "a token", "first token"]
-    files = "vllm-agents-8b", "vllm-documents-8b", "vllm-agents-odd-8b"
+    files = "vllm-agents-8b", "vllm-documents-128-8b", "vllm-agents-odd-8b"
     runs = ((file, run) for file in files for run in results(file)["runs"])
     return markdown(head, [line(*each, x) for each in runs for x in each[1]["levels"]])
 
@@ -382,15 +383,16 @@ def agents() -> str:
 def documents() -> str:
     """Questions about long documents that one GPU answers under vLLM."""
 
-    def line(run: Row, level: Row) -> list[str]:
+    def line(file: str, run: Row, level: Row) -> list[str]:
         found = f"{level['found_in_cache']:.0%}".replace("%", " %")
         cells = [f"{level['answered_per_s']:.2f}", found, *_of_turns(level)]
         kind = run["settings"]["kind"]
-        return [CACHES[kind] + mark("vllm-documents-8b", kind), *cells]
+        return [CACHES[kind] + mark(file, kind), str(level["sessions"]), *cells]
 
-    head = ["cache", "answered a second", "found in the cache", "a token", "first token"]
-    runs = results("vllm-documents-8b")["runs"]
-    return markdown(head, [line(run, x) for run in runs for x in run["documents"]])
+    head = ["cache", "people", "answered a second", "found in the cache", "a token", "first token"]
+    files = "vllm-documents-8b", "vllm-documents-128-8b"
+    runs = ((file, run) for file in files for run in results(file)["runs"])
+    return markdown(head, [line(*each, x) for each in runs for x in each[1]["documents"]])
 
 
 def _of_turns(level: Row) -> list[str]:

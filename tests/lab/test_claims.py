@@ -190,13 +190,13 @@ def test_changes_of_watched_code_are_judged() -> None:
 def test_a_developer_is_told_what_a_change_makes_stale() -> None:
     text = results_tables.undecided("steps under vLLM", ["src/blocks.py"])
     assert "src/blocks.py changed" in text and 'same "steps under vLLM"' in text
-    assert "vllm-agents-8b.json: README.md, docs/performance.md\n" in text
+    assert "vllm-documents-128-8b.json: README.md, docs/performance.md\n" in text
 
 
 def test_a_number_is_traced_to_its_file_and_command() -> None:
-    found = "\n".join(results_tables.where("vllm-agents-8b:bits-4"))
+    found = "\n".join(results_tables.where("vllm-documents-128-8b:bits-4"))
     assert "README.md: " in found and "docs/performance.md: " not in found
-    assert "file:     benchmarks/results/vllm-agents-8b.json" in found
+    assert "file:     benchmarks/results/vllm-documents-128-8b.json" in found
     assert "command:  python benchmarks/vllm_agents.py" in found
     table = "\n".join(results_tables.where("89.2"))
     assert "docs/quality.md: table `ruler`" in table and "benchmarks/suite_table.py" in table
@@ -274,7 +274,6 @@ ALLOWED = {
     "docs/performance.md": {
         "24 GB": "a card's memory",
         "95 %": "of first tokens and turns: the rule",
-        "26 requests": "of the case that was timed",
     },
     "docs/recipes.md": {
         "0.9x": "predicted by planning/step_time.py",
