@@ -77,10 +77,10 @@ RULER = {  # settings of ruler-qwen-*.json, as FLAGS
     "swift-4x": FLAGS["default"],
     "swift-5x": FLAGS["swift-5x-speed"],
     "small-8x": FLAGS["small-8x"],
+    "kvzip+-before": ("`--evict kvzip+`, a quarter, question known", 4),
     "kvzip-before": ("`--evict kvzip`, a quarter, question known", 4),
     "kvzip-after": ("`--evict kvzip`, a quarter, question later", 4),
-    "snapkv-before": ("`--evict snapkv`, a quarter, question known", 4),
-    "snapkv-after": ("`--evict snapkv`, a quarter, question later", 4),
+    "kvzip-eighth-before": ("`--evict kvzip`, an eighth, question known", 8),
 }
 
 
@@ -123,7 +123,8 @@ def qwen() -> str:
 
 def ruler() -> str:
     """Scores of RULER, and what settings lose, paired by question."""
-    files = [f"ruler-qwen-{tokens}" for tokens in (4096, 16384)]
+    lengths = 4096, 8192, 16384
+    files = [f"ruler-qwen-{tokens}" for tokens in lengths]
     found = [{row["setting"]: row for row in results(file)["rows"]} for file in files]
 
     def line(setting: str, label: str, size: float) -> list[str]:
@@ -136,7 +137,7 @@ def ruler() -> str:
 
     scores = [f"{100 * x['original']['score']:.1f} %" for x in found]
     first = ["uncompressed", "1x", *scores]
-    head = ["setting", "smaller", "4096 tokens", "16384 tokens"]
+    head = ["setting", "smaller", *(f"{x} tokens" for x in lengths)]
     return markdown(head, [first, *(line(name, *x) for name, x in RULER.items())])
 
 
