@@ -118,6 +118,9 @@ SETTINGS = {
     "kvzip-repair-before": evicted("kvzip", *REPAIR),
     "kvzip-repair-after": evicted("kvzip", *AFTER, *REPAIR),
     "kvzip-eighth-before": evicted("kvzip", keep=0.125),
+    "kvzip-half-bits-8-before": evicted("kvzip", "--bits", "8", keep=0.5),
+    "kvzip-half-bits-8-after": evicted("kvzip", "--bits", "8", *AFTER, keep=0.5),
+    "kvzip-half-bits-4-before": evicted("kvzip", "--bits", "4", keep=0.5),
     "kvzip+-before": evicted("kvzip+"),
     "kvzip+-after": evicted("kvzip+", *AFTER),
 }
