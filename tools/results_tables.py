@@ -24,6 +24,7 @@ PAGES = (
     "docs/quality.md",
     "docs/performance.md",
     "docs/vllm.md",
+    "docs/vllm-tiers.md",
     "docs/lm-eval.md",
     "docs/recipes.md",
     "docs/start.md",
