@@ -29,6 +29,7 @@ PAGES = (
     "docs/recipes.md",
     "docs/start.md",
     "docs/long-prompts.md",
+    "docs/paged-cache.md",
     "docs/lab/answers.md",
     "docs/lab/composites.md",
     "docs/lab/parallel.md",
