@@ -56,7 +56,7 @@ def download_each(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     for target, source in pairs:
         current = target, Download(source)
         if last is not None:
-            last[0].copy_(*last[1].wait())
+            last[0].copy_(last[1].wait()[0])
         last = current
     if last is not None:
-        last[0].copy_(*last[1].wait())
+        last[0].copy_(last[1].wait()[0])
