@@ -22,7 +22,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -225,12 +225,12 @@ class Bench:
         watch = Watch(self.device)
         dist.barrier()
         handed_over: tuple[float, ...] = (0.0, 0.0, 0)
-        with watch.running(), case.attention() if case.parallel else nullcontext():
-            if case.parallel is not None:
-                is_engine = case.parallel.llm is not None
+        if case.parallel is not None:
+            is_engine = case.parallel.llm is not None
+            with watch.running(), case.attention():
                 found = case.parallel.prefill(ids, keep_entries=is_engine)
-                if is_engine:
-                    handed_over = self._handed_over(case.parallel, found)
+            if is_engine:
+                handed_over = self._handed_over(case.parallel, found)
         sent = int(over_ranks(watch.bytes, self.device, dist.ReduceOp.SUM))
         itemsize = case.parallel.model.dtype.itemsize if case.parallel else 0
         itemsize = int(over_ranks(itemsize, self.device))

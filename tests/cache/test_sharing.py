@@ -10,7 +10,7 @@ import torch
 
 from kvfold.cache.pool import PoolFull
 from kvfold.cache.sharing import CachedPages, SharingPool
-from kvfold.layout.pages import UNIT
+from kvfold.layout.pages import UNIT, cache_layout
 from pool_cases import MIXED, layout
 
 pytestmark = pytest.mark.gpu
@@ -386,3 +386,21 @@ def test_what_is_dumped_and_loaded_is_the_same_and_nobody_elses() -> None:
     assert not other.has(x)
     other.load(x, content)
     other.check_integrity()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_dump_has_no_metrics_gaps_or_later_entries(device: str) -> None:
+    spec = layout(*MIXED).spec
+    built = cache_layout(spec, page=PAGE, bits=4, tracked=True)
+    p = SharingPool(built, 1 << 14, num_slots=1, max_tokens=60, device=device)
+    p.arena.fill_(255)
+    slot, counts = opened(p, 9), [9, 8, 3, 1, 0, 5]
+    p.truncate(slot, counts)
+    _, content = p.dump(slot)
+    expected = 0
+    for group, count in zip(built.groups, counts, strict=True):
+        x = group.layout.blocks
+        blocks = (*x.codes, x.scales, x.positions)
+        expected += count * sum(block.size for block in blocks) // PAGE
+    assert sum(int((x == 255).sum()) for x in content) == expected
+    assert sum(int((x > 0).sum()) for x in content) == expected < sum(x.numel() for x in content)

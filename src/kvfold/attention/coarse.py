@@ -11,9 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from kvfold.attention.backend import AttentionBackend, Task, Weighed
 from kvfold.attention.base import LayerAttention, LayerShape
@@ -24,6 +22,7 @@ from kvfold.attention.triton_decode import LayerBatch, plan_batches
 from kvfold.layout.pages import Group
 from kvfold.ops import decode
 from kvfold.ops.common.parts import plan_parts
+from kvfold.ops.merge import merged
 
 Decode = Callable[[LayerAttention, AttentionMetadata, Tensor], Weighed]
 
@@ -80,7 +79,7 @@ class CoarseDecode(AttentionBackend):
         """q [B, Hq, 1, r] -> [B, 1, W]."""
         assert part.decode and part.coarse is not None, "no sequence has demoted entries"
         coarse = self.coarse(layer, part.coarse, q)
-        out, _ = layer.with_sinks(*merged(self.fine(layer, part, q), coarse))
+        out, _ = layer.with_sinks(*merged(*self.fine(layer, part, q), *coarse))
         return layer.merge_heads(out.to(q.dtype), into=into)
 
 
@@ -119,15 +118,3 @@ class NumbaDecodeOf:
         inputs = self.view.pages[layer.index], part.slots, layer.scale, self.plans[layer.index]
         out, lse = numba.decode(q[:, :, 0].detach(), *inputs, None)
         return out[:, :, None], lse[..., None]
-
-
-def merged(a: Weighed, b: Weighed) -> Weighed:
-    """Combine attention over two sets of entries by their log-sum-exps. The second output may have
-    fewer numbers."""
-    (out, lse), (coarse_out, coarse_lse) = a, b
-    total = torch.logaddexp2(lse, coarse_lse)
-    coarse_out = F.pad(coarse_out, (0, out.shape[-1] - coarse_out.shape[-1]))
-    shares = ((x - total).exp2()[..., None] for x in (lse, coarse_lse))
-    combined = sum(x.float() * share for x, share in zip((out, coarse_out), shares, strict=True))
-    assert isinstance(combined, Tensor)
-    return combined.to(out.dtype), total

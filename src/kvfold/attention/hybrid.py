@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from kvfold.attention.backend import AttentionBackend, Task, Weighed
 from kvfold.attention.base import Columns, LayerAttention, LayerShape
-from kvfold.attention.coarse import PlannedDecode, merged
+from kvfold.attention.coarse import PlannedDecode
 from kvfold.attention.metadata import AttentionMetadata, CacheView, PoolView
 from kvfold.attention.observer import Observer
 from kvfold.attention.triton_decode import LayerBatch, plan_batches
@@ -26,6 +26,7 @@ from kvfold.layout.pages import Group
 from kvfold.ops import decode, observe
 from kvfold.ops.common.attention import LOG2_E
 from kvfold.ops.common.pages import owner_of
+from kvfold.ops.merge import merged
 from kvfold.ops.prefill import PREFILL, KVView, Seen, prefill
 from kvfold.ops.store import gather, set_metrics
 
@@ -70,7 +71,7 @@ class MixedRankAttention(AttentionBackend):
         # A CUDA graph cannot know whether there are low-rank entries: it always attends to them.
         if not part.coarse.lengths.size or part.coarse.size(layer.index):
             narrow_out = self._weigh(False, layer, part.coarse, self._first(layer, q))
-            out, lse = merged((out, lse), narrow_out)
+            out, lse = merged(out, lse, *narrow_out)
         out, lse = layer.with_sinks(out, lse)
         self._rank(layer, part, q, lse)
         return layer.merge_heads(out)

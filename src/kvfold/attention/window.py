@@ -17,7 +17,6 @@ from torch.nn import functional as F
 
 from kvfold.attention.backend import AttentionBackend, Task, Weighed
 from kvfold.attention.base import Columns, LayerAttention
-from kvfold.attention.coarse import merged
 from kvfold.attention.fallback import Fallback
 from kvfold.attention.metadata import AttentionMetadata, PoolView
 from kvfold.attention.numba_decode import NumbaDecode
@@ -29,6 +28,7 @@ from kvfold.cache.window import WindowPages
 from kvfold.layout.pages import CacheLayout
 from kvfold.ops import store
 from kvfold.ops.common.pages import LayerPages, owner_of
+from kvfold.ops.merge import merged
 from kvfold.ops.prefill import KVView, Seen, prefill
 from kvfold.ops.prefill.plan import NEVER
 
@@ -195,7 +195,7 @@ class WindowStep:
         assert self.current is not None, "the layer's exact tokens come first"
         exact_q = part.slice_of(self.current.queries[None])
         near = self._near(layer, part, exact_q)
-        out, _ = layer.with_sinks(*merged(near, self._far(layer, part, q)))
+        out, _ = layer.with_sinks(*merged(*near, *self._far(layer, part, q)))
         return out.to(q.dtype).transpose(1, 2).flatten(2)
 
     def _near(self, layer: LayerAttention, part: AttentionMetadata, q: Tensor) -> Weighed:

@@ -52,12 +52,23 @@ def _cells(offsets: Tensor, size: int) -> Tensor:
     return (offsets.long()[:, None] + torch.arange(size, device=offsets.device)).flatten()
 
 
+def clear_unused(content: Tensor, layout: PageLayout, num_entries: int) -> None:
+    """Set the bytes of a page list, uint8 [m, page bytes], that hold none of its `num_entries`
+    entries to 0: metrics, gaps between blocks, and the end of the last page. Never waits for the
+    device."""
+    entry_of_byte, unused = _entry_of_bytes(layout, content.device)
+    content.index_fill_(1, unused, 0)
+    in_last = num_entries - (len(content) - 1) * layout.page
+    content[-1:].masked_fill_(entry_of_byte >= in_last, 0)
+
+
 @lru_cache
-def entry_of_bytes(layout: PageLayout) -> Tensor:
-    """The entry that each byte of a page belongs to, int64 [page_bytes]. Metrics and the gaps
-    between blocks get `layout.page`, which is no entry."""
+def _entry_of_bytes(layout: PageLayout, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The entry that each byte of a page belongs to, int64 [page_bytes], and the bytes that belong
+    to none, int64: metrics and the gaps between blocks. Their entry is `layout.page`."""
     entry_of_byte = torch.full((layout.page_bytes,), layout.page)
     for block in (*layout.blocks.codes, layout.blocks.scales, layout.blocks.positions):
         entries = torch.arange(layout.page).repeat_interleave(block.size // layout.page)
         entry_of_byte[block.offset : block.offset + block.size] = entries
-    return entry_of_byte
+    unused = (entry_of_byte == layout.page).nonzero().flatten()
+    return entry_of_byte.to(device), unused.to(device)

@@ -23,7 +23,7 @@ from kvfold.cache import arena
 from kvfold.cache.pool import Pool, PoolFull, _PageRange
 from kvfold.cache.slabs import ceil_div
 from kvfold.layout.pages import METRIC, UNIT, Ints
-from kvfold.ops.common.launch import upload
+from kvfold.ops.common.launch import download_each, upload
 
 
 @dataclass(eq=False, kw_only=True)
@@ -299,18 +299,28 @@ class SharingPool(Pool):
         lengths = self.host_lengths[slot].copy()
         stop = self._num_pages(lengths[None])
         span = self._between(np.array([slot]), np.zeros_like(stop), stop)
-        content = [
-            arena.read(self.arena, size, offsets).cpu()
-            for size, offsets in zip(self._slabs.units.tolist(), self._offsets(span), strict=True)
-        ]
-        begin = np.zeros_like(span.pages)
-        for number in self._by_class:
-            c, count = self._class_of[number], int(stop[0, number])
-            list_pages = content[c][begin[c] : begin[c] + count]
-            entries_left = torch.arange(count)[:, None] * -self.layout.page + int(lengths[number])
-            list_pages[arena.entry_of_bytes(self.layout.groups[number].layout) >= entries_left] = 0
-            begin[c] += count
+        sizes = zip(span.pages.tolist(), self._slabs.units.tolist(), strict=True)
+        content = [torch.empty(n, size * UNIT, dtype=torch.uint8) for n, size in sizes]
+        order = self._by_class
+        counts, classes = stop[0, order], self._class_of[order]
+        lists = zip(
+            order.tolist(),
+            torch.cat(self._offsets(span)).split(counts.tolist()),
+            (x for c, y in enumerate(content) for x in y.split(counts[classes == c].tolist())),
+            strict=True,
+        )
+        download_each(
+            (target, self._page_list(group, offsets, int(lengths[group])))
+            for group, offsets, target in lists
+        )
         return lengths, content
+
+    def _page_list(self, group: int, offsets: Tensor, num_entries: int) -> Tensor:
+        """Copy of a group's pages at offsets [m], as `dump` describes it: uint8 [m, page bytes]."""
+        layout = self.layout.groups[group].layout
+        content = arena.read(self.arena, layout.page_units, offsets)
+        arena.clear_unused(content, layout, num_entries)
+        return content
 
     def drop_all(self) -> None:
         """Free all cached pages without readers."""

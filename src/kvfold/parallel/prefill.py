@@ -172,7 +172,7 @@ class SequenceParallel:
             )
         if rank not in range(self.size):
             raise SettingError(f"`rank` must be in 0..{self.size - 1}, got {rank!r}")
-        entries = (self._gathered(x, prompt.counts, to=rank) for x in prompt.entries)
+        entries = (self._sent(x, prompt.counts, rank) for x in prompt.entries)
         try:
             if rank != self.rank:
                 return None
@@ -204,19 +204,23 @@ class SequenceParallel:
             cache.update(*sides, layer)
         return cache
 
-    def _gathered(self, entries: Tensor, counts: Sequence[int], to: int | None = None) -> Tensor:
-        """Gather [n, R] of all ranks: [N, R], on all ranks or on rank `to`."""
+    def _gathered(self, entries: Tensor, counts: Sequence[int]) -> Tensor:
+        """Gather [n, R] of all ranks: [N, R]."""
         parts = [entries.new_empty(count, entries.shape[1]) for count in counts]
         parts[self.rank].copy_(entries)
-        ranks = [dist.get_global_rank(self.group, rank) for rank in range(self.size)]
         for rank, part in enumerate(parts):
-            if to is None:
-                dist.broadcast(part, ranks[rank], group=self.group)
-            elif self.rank == to != rank:
-                dist.recv(part, ranks[rank], group=self.group)
-            elif self.rank == rank != to:
-                dist.send(part, ranks[to], group=self.group)
+            dist.broadcast(part, dist.get_global_rank(self.group, rank), group=self.group)
         return torch.cat(parts)
+
+    def _sent(self, entries: Tensor, counts: Sequence[int], to: int) -> Tensor:
+        """Gather [n, R] of all ranks on rank `to`: [N, R], and [0, R] on the others. In one
+        exchange, for which NCCL is connected already: `send` and `recv` connect pairs anew."""
+        width = entries.shape[1]
+        sizes = [count * width if self.rank == to else 0 for count in counts]
+        sent = [entries.numel() if rank == to else 0 for rank in range(self.size)]
+        received = entries.new_empty(sum(sizes))
+        dist.all_to_all_single(received, entries.flatten(), sizes, sent, group=self.group)
+        return received.view(-1, width)
 
     def _checked(self, ids: Sequence[int] | Tensor) -> Tensor:
         """The ids as int64 [N]. All ranks raise an error that occurs on one of them, because none

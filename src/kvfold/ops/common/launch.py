@@ -1,5 +1,6 @@
 """Launch kernels early and copy between host and device without waiting."""
 
+from collections.abc import Iterable
 from functools import lru_cache
 
 import numpy as np
@@ -46,3 +47,16 @@ class Download:
         if self._done is not None:
             self._done.synchronize()
         return self._host
+
+
+def download_each(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copy from the device to the host: pairs of a target in host memory and its source. While the
+    host copies one from pinned memory to its target, the next one is on its way."""
+    last: tuple[Tensor, Download] | None = None
+    for target, source in pairs:
+        current = target, Download(source)
+        if last is not None:
+            last[0].copy_(last[1].wait()[0])
+        last = current
+    if last is not None:
+        last[0].copy_(last[1].wait()[0])
