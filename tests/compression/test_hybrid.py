@@ -319,11 +319,11 @@ def test_merges_by_log_sum_exp() -> None:
 
     v[:, :, 4:, 6:] = 0
     less = weigh(k[:, :, 4:], v[:, :, 4:, :6])
-    out, lse = attention.merged(weigh(k[:, :, :4], v[:, :, :4]), less)
+    out, lse = attention.merged(*weigh(k[:, :, :4], v[:, :, :4]), *less)
     for a, b in zip((out, lse), weigh(k, v), strict=True):
         torch.testing.assert_close(a, b)
     nothing = torch.zeros(1, 2, 3, 6), torch.full((1, 2, 3), -torch.inf)
-    torch.testing.assert_close(attention.merged((out, lse), nothing), (out, lse))
+    torch.testing.assert_close(attention.merged(out, lse, *nothing), (out, lse))
 
 
 @pytest.mark.parametrize(
