@@ -371,31 +371,35 @@ def trace() -> str:
 def agents() -> str:
     """Sessions of agents that one GPU bears under vLLM."""
 
-    def line(file: str, run: Row, level: Row) -> list[str]:
+    def line(label: str, run: Row, level: Row) -> list[str]:
         sessions = f"{level['sessions']}{'' if level['borne'] else ', not borne'}"
-        cells = [f"{run['capacity']['tokens'] / 1e6:.2f} M", sessions, *_of_turns(level)]
-        kind = run["settings"]["kind"]
-        return [CACHES[kind] + mark(file, kind), *cells]
+        return [label, f"{run['capacity']['tokens'] / 1e6:.2f} M", sessions, *_of_turns(level)]
 
     head = ["cache", "tokens that fit", "sessions", "a token", "first token"]
     files = "vllm-agents-8b", "vllm-documents-128-8b", "vllm-agents-odd-8b"
-    runs = ((file, run) for file in files for run in results(file)["runs"])
-    return markdown(head, [line(*each, x) for each in runs for x in each[1]["levels"]])
+    return markdown(head, (line(*x) for x in _of_vllm("levels", *files)))
 
 
 def documents() -> str:
     """Questions about long documents that one GPU answers under vLLM."""
 
-    def line(file: str, run: Row, level: Row) -> list[str]:
+    def line(label: str, _: Row, level: Row) -> list[str]:
         found = f"{level['found_in_cache']:.0%}".replace("%", " %")
-        cells = [f"{level['answered_per_s']:.2f}", found, *_of_turns(level)]
-        kind = run["settings"]["kind"]
-        return [CACHES[kind] + mark(file, kind), str(level["sessions"]), *cells]
+        answered = f"{level['answered_per_s']:.2f}"
+        return [label, str(level["sessions"]), answered, found, *_of_turns(level)]
 
     head = ["cache", "people", "answered a second", "found in the cache", "a token", "first token"]
     files = "vllm-documents-8b", "vllm-documents-128-8b"
-    runs = ((file, run) for file in files for run in results(file)["runs"])
-    return markdown(head, [line(*each, x) for each in runs for x in each[1]["documents"]])
+    return markdown(head, (line(*x) for x in _of_vllm("documents", *files)))
+
+
+def _of_vllm(part: str, *files: str) -> Iterator[tuple[str, Row, Row]]:
+    """The cache, the run and each level of a part of vllm_agents.py's reports."""
+    for file in files:
+        for run in results(file)["runs"]:
+            kind = run["settings"]["kind"]
+            for level in run[part]:
+                yield CACHES[kind] + mark(file, kind), run, level
 
 
 def _of_turns(level: Row) -> list[str]:

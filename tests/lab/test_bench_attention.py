@@ -1,7 +1,6 @@
 """The lab's variants and baselines of attention: right before they are timed."""
 
 import json
-import re
 import sys
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
@@ -358,12 +357,13 @@ def run(*options):
     return run_script(command, ["--shape", "tiny", *few, *map(str, options)])
 
 
-def test_the_script_writes_shares_of_the_ceiling(kernel, tmp_path, capsys):
+def test_the_script_writes_shares_of_the_ceiling(kernel, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")  # on a busy machine times are long, and names are cut
     target = tmp_path / "attention.json"
     assert run("--batch", "1,2", "--tokens", "32", "--json", target) == 0
     out = capsys.readouterr().out
     assert "tiny, 2 x 32 tokens" in out and "bf16-half-pareto" in out and "ceiling: " in out
-    assert len(re.findall(r"^\S+ \*", out, re.MULTILINE)) == 2, "a fastest baseline for each case"
+    assert out.count("sdpa-flash *") + out.count("sdpa-flash-folded *") == 2
     assert "flashinfer at 1 x 32, 2 x 32 not timed: flashinfer is not" in out
     report = json.loads(target.read_text())
     assert report["benchmark"] == "attention" and report["settings"]["cases"] == [[1, 32], [2, 32]]

@@ -12,6 +12,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from kvfold.ops.common.attention import LOG2_E
 from kvfold.ops.merge import reference, triton
 from store_cases import DEVICE
 from tolerance import DECODED, rounding
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.gpu
 
 def attended(scores: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log2-sum-exp2 of scores [B, H, T, S] in log2 over values [B, H, S, d]."""
-    lse = torch.logsumexp(scores * 0.6931471805599453, -1) / 0.6931471805599453
+    lse = (scores / LOG2_E).logsumexp(-1) * LOG2_E
     return (scores - lse[..., None]).exp2().nan_to_num() @ values, lse
 
 
