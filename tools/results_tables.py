@@ -79,10 +79,16 @@ RULER = {  # settings of ruler-qwen-*.json, as FLAGS
     "swift-4x": FLAGS["default"],
     "swift-5x": FLAGS["swift-5x-speed"],
     "small-8x": FLAGS["small-8x"],
-    "kvzip+-before": ("`--evict kvzip+`, a quarter, question known", 4),
-    "kvzip-before": ("`--evict kvzip`, a quarter, question known", 4),
-    "kvzip-after": ("`--evict kvzip`, a quarter, question later", 4),
-    "kvzip-eighth-before": ("`--evict kvzip`, an eighth, question known", 8),
+    "kvzip-before": ("`kvzip` 1/4", 4),
+    "kvzip-after": ("`kvzip` 1/4, asked later", 4),
+    "kvzip-repair-before": ("`kvzip` 1/4, repair", 4),
+    "kvzip-repair-after": ("`kvzip` 1/4, repair, asked later", 4),
+    "kvzip-half-repair-bits-4-before": ("`kvzip` 1/2, repair, 4 bits", 2 * FLAGS["bits-4"][1]),
+    "kvzip-half-repair-bits-4-after": (
+        "`kvzip` 1/2, repair, 4 bits, asked later",
+        2 * FLAGS["bits-4"][1],
+    ),
+    "kvzip-repair-bits-4-before": ("`kvzip` 1/4, repair, 4 bits", 4 * FLAGS["bits-4"][1]),
 }
 
 
