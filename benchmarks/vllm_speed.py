@@ -14,8 +14,10 @@ prefix caching off, the median of three after two to warm up.
 --users: requests a second and their latency, where so many users each ask again as soon as they are
 answered: prompts of a quarter to three of --tokens, answers of 128 to 384. --rates: the same of
 requests that come as a Poisson process, with the lengths of --trace, up to the first rate that
-takes more than --bound. --pool: gigabytes of cache that they share, as on a smaller card (24 GB
-less a tenth and the weights leave 5.5): blocks beyond it are held back.
+takes more than --bound. --together: answered tokens a second of so many requests at once, prompts
+of --tokens and answers of 1024, and how often one is pre-empted, to be computed again. --pool:
+gigabytes of cache that they share, as on a smaller card (24 GB less a tenth and the weights leave
+5.5): blocks beyond it are held back.
 --filled: steps over caches that are taken for read, their bytes random: no prompt is read, as in
 `kvfold bench decode`. --profile: microseconds of every kernel, of a step and of a first token.
 """
@@ -61,6 +63,7 @@ Say = Callable[[str, dict], None]  # of a row of a table, by the table's name
 MAPS = "maps-"
 WARM = 8  # steps
 ANSWERS = 128, 384  # tokens, drawn evenly
+LONG = 1024  # tokens of an answer of --together
 NAMED = 24  # kernels of a profile, by time
 
 
@@ -126,7 +129,7 @@ def cache_options(kind: str, maps: Path) -> dict[str, Any]:
 
 
 def engine(folder: Path, given: argparse.Namespace, maps: Path) -> LLM:
-    most = max(given.batch + given.users + [given.slots])
+    most = max(given.batch + given.users + given.together + [given.slots])
     sizes = {*given.batch, *(1 << i for i in range(most.bit_length()) if 1 << i <= most)}
     options = cache_options(given.kind, maps)
     options["compilation_config"] = {"cudagraph_capture_sizes": sorted(sizes)}
@@ -277,7 +280,14 @@ class Clock:
         asked: dict[str, TimedRequest] = {}
         left: dict[str, int] = {}
         first, whole, most = [], [], 0
-        begun = time.perf_counter()
+        begun, preempt = time.perf_counter(), scheduler(self.llm)._preempt_request
+        preempted: list[None] = []
+
+        def counted(*args: Any, **more: Any) -> None:
+            preempted.append(None)
+            preempt(*args, **more)
+
+        scheduler(self.llm)._preempt_request = counted
         while (due or left) and (now := time.perf_counter() - begun) < limit:
             while due and due[0][0].at <= now:
                 job, prompt = due.popleft()
@@ -296,6 +306,7 @@ class Clock:
                     whole.append((now - job.at) / job.output)
             most = max(most, len(scheduler(self.llm).running))
         seconds = time.perf_counter() - begun
+        scheduler(self.llm)._preempt_request = preempt
         self._drain([*left])
         return {
             "requests": len(jobs),
@@ -305,6 +316,7 @@ class Clock:
             "ms_per_token": statistics.fmean(whole) * 1e3 if whole else None,
             "first_s": statistics.median(first) if first else None,
             "most_together": most,
+            "preemptions": len(preempted),
         }
 
     def _drain(self, names: list[str]) -> None:
@@ -409,6 +421,7 @@ def measure(given: argparse.Namespace, say: Say) -> None:
     time_firsts(clock, given, say)
     time_loads(llm, clock, given, say)
     time_rates(llm, clock, given, say)
+    time_together(llm, clock, given, say)
     for batch in given.profile:
         found = clock.kernels(batch, given.tokens, 8 if batch else 2, given.filled)
         say("profiles", {"variant": given.kind, "batch": batch, "tokens": given.tokens} | found)
@@ -446,6 +459,17 @@ def time_rates(llm: LLM, clock: Clock, given: argparse.Namespace, say: Say) -> N
             break
 
 
+def time_together(llm: LLM, clock: Clock, given: argparse.Namespace, say: Say) -> None:
+    tokens, each = capacity(llm)
+    pool = min(given.pool * 1e9, tokens * each)
+    for count in given.together:
+        jobs = [TimedRequest(at=0.0, prompt=given.tokens, output=LONG) for _ in range(count)]
+        with pool_of(llm, pool):
+            row = clock.crowd(jobs, 600)
+        answered = {"answered_tokens_per_s": row["answered"] * LONG / row["seconds"]}
+        say("together", {"variant": given.kind, "pool_bytes": pool} | row | answered)
+
+
 def time_loads(llm: LLM, clock: Clock, given: argparse.Namespace, say: Say) -> None:
     tokens, each = capacity(llm)
     pool = min(given.pool * 1e9, tokens * each)
@@ -466,6 +490,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--memory", type=float, default=0.88, help="share of the GPU's")
     parser.add_argument("--users", **whole, default=[])
+    parser.add_argument("--together", **whole, default=[], help="requests at once")
     parser.add_argument("--seconds", type=float, default=10, help="that count, of each --users")
     parser.add_argument("--pool", type=float, default=float("inf"), help="gigabytes, of --users")
     floats: dict[str, Any] = {"type": lambda x: [*map(float, x.split(","))]}
