@@ -1,10 +1,12 @@
 """OSCAR and TurboQuant as benchmarks round them, and the model that answers suites with them."""
 
 import json
+import math
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,7 +18,7 @@ from kvfold.evaluation.suites.engines import ByKVFold
 from kvfold.evaluation.suites.prompts import Prompt
 from kvfold.evaluation.suites.run import SuiteResult
 from kvfold.hub.loading import load, load_tokenizer
-from published_quantisers import NAMES, Moments, Oscar, moments, watched
+from published_quantisers import NAMES, Moments, Oscar, TurboQuant, moments, watched
 from quantised_tasks import ByPyTorch
 from windowed import Window, windowed
 
@@ -62,12 +64,44 @@ def test_bits_count_scales_and_norms(name: str, key_bytes: int, value_bytes: int
     assert NAMES[name](alike()).stored_bits == pytest.approx(stored)
 
 
-@pytest.mark.parametrize(("bits", "lost"), [(2, 0.117), (3, 0.03), (4, 0.009)])
+@pytest.mark.parametrize(("bits", "lost"), [(1, 0.36), (2, 0.117), (3, 0.03), (4, 0.009)])
 def test_directions_lose_what_turboquant_states(bits: int, lost: float) -> None:
     """Theorem 1 for random unit vectors, whose last digit is rounded."""
     x = torch.randn(4, 500, D, generator=torch.Generator().manual_seed(0)).exp()
     found = error(published_quantisers.on_sphere(x, bits), x)
     assert found == pytest.approx(lost, rel=0.15)
+
+
+def turboquant(x: np.ndarray, bits: int, rng: np.random.Generator) -> np.ndarray:
+    """TurboQuant's algorithm 1 as its paper has it, for x [n, d]: axes from a Gaussian's QR, and
+    the levels of least squared error for a number of a random unit vector, whose density is
+    (1 - y^2)^((d - 3) / 2)."""
+    d = x.shape[1]
+    grid = np.linspace(-1, 1, 5001)
+    density = (1 - grid**2) ** ((d - 3) / 2)
+    shares = density.cumsum() / density.sum()
+    levels = np.interp((np.arange(2**bits) + 0.5) / 2**bits, shares, grid)
+    for _ in range(200):
+        nearest = np.abs(grid[:, None] - levels).argmin(1)
+        weights = np.bincount(nearest, density)
+        levels = np.bincount(nearest, density * grid) / weights
+    axes = np.linalg.qr(rng.standard_normal((d, d)))[0]
+    norms = np.linalg.norm(x, axis=1, keepdims=True)
+    codes = np.abs((x / norms @ axes)[..., None] - levels).argmin(-1)
+    return levels[codes] @ axes.T * norms
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 2.5, 3.5])
+def test_turboquant_is_as_good_as_the_papers_algorithm(bits: float) -> None:
+    """A Hadamard matrix with random signs and a Gaussian's levels in place of the paper's."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((1000, D))
+    halves = [math.ceil(bits), math.floor(bits)] if bits % 1 else [int(bits)]
+    parts = zip(np.split(x, len(halves), 1), halves, strict=True)
+    wanted = np.concatenate([turboquant(part, own, rng) for part, own in parts], 1)
+    found = TurboQuant(alike(1), bits).keys(0, torch.tensor(x[None], dtype=torch.float32))
+    exact = torch.tensor(x)
+    assert error(found[0], exact) == pytest.approx(error(torch.tensor(wanted), exact), rel=0.02)
 
 
 def test_halves_have_bits_of_their_own() -> None:
