@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from itertools import product
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 
 from kvfold.cli import bench_common as shared
@@ -83,7 +82,7 @@ def print_rows(rows: "Sequence[Row]", skipped: "Sequence[Skipped]") -> None:
         own = [row for row in rows if (row.batch, row.tokens, row.chunk) == case]
         print(f"\n{own[0].shape}, {case[0]} x the last {case[2]} of {case[1]} tokens"
               " (* fastest baseline):")  # fmt: skip
-        Console().print(table(own))
+        common.print_table(table(own))
     for x in skipped:
         where = f"{x.batch} x {x.chunk} of {x.tokens}"
         print(f"{x.name} at {where} not timed: {x.reason}")
@@ -96,9 +95,9 @@ def table(rows: "Sequence[Row]") -> Table:
         speedup = row.speedup_vs_fastest
         found.add_row(
             row.variant + " *" * (row.variant == row.fastest_baseline),
-            f"{row.us:.4g}",
-            f"{row.us_p10:.4g}-{row.us_p90:.4g}",
-            f"{row.repeat_us:.4g}",
+            shared.digits(row.us),
+            f"{shared.digits(row.us_p10)}-{shared.digits(row.us_p90)}",
+            shared.digits(row.repeat_us),
             f"{row.tflops:.3g}",
             "–" if speedup is None else f"{speedup:.2f}",
         )

@@ -9,7 +9,6 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
 from kvfold.cli import common
@@ -160,7 +159,7 @@ def measure(results: Results, model: Any, rate: float) -> None:
 
 def show(found: dict[str, list[Any]]) -> None:
     """Print what has been measured, and what has not."""
-    Console(width=None if sys.stdout.isatty() else 120).print(table(found["rows"]))
+    common.print_table(table(found["rows"]))
     for case in found["skipped"]:
         print(f"{case['tokens']} tokens at rate {case['rate']:g}: {case['reason']}")
 

@@ -28,6 +28,7 @@ from commands import refused
 from kvfold.__main__ import run
 from kvfold.cache.eviction.policies import POLICIES
 from kvfold.cli import common
+from kvfold.cli.bench_common import empty_table
 from kvfold.cli.common import progress
 from kvfold.cli.main import COMMANDS, EXAMPLES, app, main
 from kvfold.cli.options import Storage
@@ -370,6 +371,18 @@ def test_a_reader_that_leaves_ends_a_command_with_141(plain, command, monkeypatc
     monkeypatch.setattr(app, "console", Console())  # rich silences it from then on
     assert main([str(plain) if word == "PLAIN" else word for word in command]) == 141
     assert capsys.readouterr().err == ""
+
+
+def test_a_narrow_terminal_cuts_no_number_of_a_table(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "24")
+    table = empty_table("cache", "us", "p10-p90", "out\ntokens/s")
+    table.columns[0].no_wrap = False
+    table.add_row("a-long-name-in-one-word --keep .5", "1234567", "16 x 32768", "98765")
+    common.print_table(table)
+    first, *lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert first == ["out"] and lines[0] == ["cache", "us", "p10-p90", "tokens/s"]
+    assert lines[1][-5:] == ["1234567", "16", "x", "32768", "98765"]
+    assert "".join([lines[1][0], *map("".join, lines[2:])]) == "a-long-name-in-one-word--keep.5"
 
 
 def test_characters_that_the_terminal_has_not_are_escaped(plain, tmp_path, monkeypatch):

@@ -7,10 +7,9 @@ from dataclasses import asdict, dataclass, replace
 from math import expm1
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
-from kvfold.cli import serve_vllm
+from kvfold.cli import common, serve_vllm
 from kvfold.cli.bench_common import RANDOM, empty_table
 from kvfold.cli.settings import FLAGS
 from kvfold.config import CacheConfig
@@ -112,7 +111,7 @@ class Report:
             for line in facts(self.spec, self.provenance):
                 paragraph(f"- {line}")
         print()
-        Console(width=max(WIDTH, Console().width)).print(self._table())
+        common.print_table(self._table())
         print()
         for note in self._notes():
             paragraph(note)

@@ -2,17 +2,16 @@
 
 import asyncio
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cyclopts import Parameter
-from rich.console import Console
 from rich.table import Table
 
 from kvfold.bench.serve_load import Conversations, Goals, Prompts
+from kvfold.cli import common
 from kvfold.cli.bench_common import Output, Results, empty_table, say
 from kvfold.cli.bench_engine import (
     ENGINE,
@@ -21,7 +20,7 @@ from kvfold.cli.bench_engine import (
     server_versions,
     target,
 )
-from kvfold.cli.bench_serve import KEY, TABLE_WIDTH, Url, check_outputs, need_aiohttp, versions
+from kvfold.cli.bench_serve import KEY, Url, check_outputs, need_aiohttp, versions
 from kvfold.cli.options import flags_of, parse_list
 from kvfold.config import check, setting
 from kvfold.utils.errors import SettingError
@@ -207,8 +206,7 @@ def write_as_vllm(
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
     """Print a table with one line per number of agents, then errors and the most that are borne."""
-    console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
-    console.print(table(rows))
+    common.print_table(table(rows))
     for row in rows:
         for error, count in row["errors"].items():
             print(f"{_agents(row['agents'])}: {count} of {row['requests']} turns failed: {error}")
@@ -227,8 +225,8 @@ def _agents(number: int) -> str:
 def table(rows: Sequence[dict[str, Any]]) -> Table:
     """Times in milliseconds: medians and 99th percentiles."""
     table = empty_table(
-        *("agents", "turns", "within TTFT", "within TPOT", "TTFT p50", "p99", "TPOT p50", "p99"),
-        *("out tokens/s", "context tokens"),
+        *("agents", "turns", "within\nTTFT", "within\nTPOT", "TTFT\np50", "p99"),
+        *("TPOT\np50", "p99", "out\ntokens/s", "context\ntokens"),
     )
     for row in rows:
         times = [(name, key) for name in ("ttft_ms", "tpot_ms") for key in ("p50", "p99")]

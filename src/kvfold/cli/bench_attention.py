@@ -5,7 +5,6 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
 from kvfold.cli import bench_common as shared
@@ -86,7 +85,7 @@ class Benchmark:
         for batch, tokens in dict.fromkeys((x.batch, x.tokens) for x in results):
             case = [x for x in results if (x.batch, x.tokens) == (batch, tokens)]
             print(f"\n{case[0].shape}, {batch} x {tokens} tokens (* fastest baseline):")
-            Console().print(self.table(case))
+            common.print_table(self.table(case))
         self.show_skipped(skipped)
 
     def show_skipped(self, skipped: "Sequence[SkippedCase]") -> None:
@@ -104,10 +103,10 @@ class Benchmark:
             speedup = x.speedup_vs_fastest
             table.add_row(
                 x.variant + " *" * (x.variant == x.fastest_baseline),
-                f"{x.us:.4g}",
-                f"{x.us_p10:.4g}-{x.us_p90:.4g}",
-                f"{x.repeat_us:.4g}",
-                f"{x.bytes / 1e6:.4g}",
+                shared.digits(x.us),
+                f"{shared.digits(x.us_p10)}-{shared.digits(x.us_p90)}",
+                shared.digits(x.repeat_us),
+                shared.digits(x.bytes / 1e6),
                 f"{x.tb_per_s:.2f}",
                 "–" if speedup is None else f"{speedup:.2f}x",
             )

@@ -67,6 +67,11 @@ def empty_table(first: str, *rest: str) -> Table:
     return table
 
 
+def digits(x: float) -> str:
+    """A number with four significant digits, or all of its whole ones: 0.4512, 45.12, 451234."""
+    return f"{x:.4g}" if abs(x) < 9999.5 else f"{x:.0f}"
+
+
 def say(line: str) -> None:
     """Print a line of progress to stderr."""
     print(line, file=sys.stderr, flush=True)

@@ -1,12 +1,10 @@
 """kvfold bench decode: times decode steps and first tokens of whole models, as tables and JSON."""
 
-import sys
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
 from kvfold.cli import bench_common as shared
@@ -20,8 +18,7 @@ if TYPE_CHECKING:
 
     BuildDecoder = Callable[[str, str, Any], Decoder]
 
-TABLE_WIDTH = 120  # characters, where the output is no terminal
-GB = ("cache GB", "peak GB", "predicted GB")
+GB = ("cache\nGB", "peak\nGB", "predicted\nGB")
 DEFAULT = "transformers,bf16-full,bf16-half,int8-half,int4-half"
 
 
@@ -150,10 +147,9 @@ def skip(results: Results, name: str, batch: int | str, tokens: int | str, reaso
 
 def print_results(results: dict[str, list[Any]]) -> None:
     """Print what was measured, and what was not."""
-    console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
-    console.print(step_table(results["rows"]))
+    common.print_table(step_table(results["rows"]))
     if results["first_tokens"]:
-        console.print(first_token_table(results["first_tokens"]))
+        common.print_table(first_token_table(results["first_tokens"]))
     for case in results["skipped"]:
         print(f"{case['variant']} at {case['batch']} x {case['tokens']}: {case['reason']}")
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
-from rich.console import Console
 from rich.table import Table
 
 from kvfold.bench.serve_load import Goals, Prompts, TimedRequest, Traffic
@@ -37,7 +35,6 @@ if TYPE_CHECKING:
     from kvfold.bench.serve_client import Client, Outcome
 
 KEY = "KVFOLD_API_KEY"
-TABLE_WIDTH = 120  # characters, where the output is no terminal
 Url = Annotated[
     str,
     Parameter(
@@ -374,8 +371,7 @@ def show(rows: Sequence[dict[str, Any]], goals: Goals) -> None:
     goals."""
     from kvfold.bench.serve_results import sustained
 
-    console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
-    console.print(table(rows, goals.any_set))
+    common.print_table(table(rows, goals.any_set))
     for row in rows:
         for error, count in row["errors"].items():
             print(f"rate {row['rate']}: {count} of {row['requests']} failed: {error}")
@@ -416,10 +412,10 @@ def compared(results: Results, other: dict[str, Any]) -> str:
 def table(rows: Sequence[dict[str, Any]], has_goals: bool) -> Table:
     """Times in milliseconds: medians and 99th percentiles, and means of JCT (job completion time)
     and of normalised latency."""
-    goodput = ("goodput/s",) if has_goals else ()
+    goodput = ("goodput\n/s",) if has_goals else ()
     table = empty_table(
-        *("rate", "done", "requests/s", *goodput, "out tokens/s", "TTFT p50", "p99", "TBT p50"),
-        *("p99", "JCT mean", "ms/token"),
+        *("rate", "done", "requests\n/s", *goodput, "out\ntokens/s", "TTFT\np50", "p99"),
+        *("TBT\np50", "p99", "JCT\nmean", "ms/\ntoken"),
     )
     for row in rows:
         times = (

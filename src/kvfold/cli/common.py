@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.table import Table
 
 from kvfold import __version__
 from kvfold.cli.options import Calibration, Place, Storage, Windows
@@ -238,6 +239,21 @@ def settings(model: Any, windows: Windows, storage: Storage) -> dict[str, Any]:
     """The settings of a measurement, for its JSON record."""
     resolved = {"ctx": context(model, windows), "dtype": str(model.dtype).removeprefix("torch.")}
     return {**dataclasses.asdict(windows), **resolved, "cache": dataclasses.asdict(storage)}
+
+
+def print_table(table: Table) -> None:
+    """Print a table without cutting a number or a name: where a terminal is too narrow for the
+    columns that do not wrap, lines are longer than the terminal."""
+    console = Console()
+    for column in table.columns:
+        if column.no_wrap:
+            cells = [column.header, *column.cells]
+            column.min_width = max(console.measure(cell).maximum for cell in cells)
+        else:
+            column.overflow = "fold"
+    any_width = console.options.update(width=1000)
+    console.width = max(console.width, console.measure(table, options=any_width).minimum)
+    console.print(table)
 
 
 @contextmanager

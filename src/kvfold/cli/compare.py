@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
-from rich.console import Console
 
 from kvfold import recipes as known
 from kvfold.cli import common
@@ -223,7 +222,7 @@ def print_rows(rows: "Sequence[Row]", conditions: str = "", baseline: str = "ori
     from kvfold.evaluation.compare import table
 
     if rows:
-        Console().print(table(rows, conditions, baseline))
+        common.print_table(table(rows, conditions, baseline))
 
 
 def write_html(

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
-from rich.console import Console
 from rich.table import Table
 
 from kvfold.cli import common
@@ -224,7 +223,7 @@ def print_points(best: Sequence[dict[str, Any]]) -> None:
         ms = f"{'~' * x['step_estimated']}{x['step_ms']:.2f}" if x["step_ms"] else "-"
         mark = "knee: " if x["knee"] else ""
         table.add_row(size, times, f"{x['loss']:.4f}", ms, mark + x["command"])
-    Console().print(table)
+    common.print_table(table)
 
 
 def write_html(

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
 from kvfold.cli import common
@@ -191,7 +190,7 @@ def print_spec(spec: "CacheSpec", provenance: dict[str, Any]) -> None:
     for index, layer in enumerate(spec.layers):
         size = str(2 * layer.row_width)
         table.add_row(str(index), layer.keys, layer.values, describe(layer), size)
-    Console().print(table)
+    common.print_table(table)
 
 
 def describe(layer: "LayerSpec") -> str:
