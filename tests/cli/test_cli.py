@@ -13,7 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass, fields
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import get_args
 
 import pytest
@@ -371,6 +371,15 @@ def test_a_reader_that_leaves_ends_a_command_with_141(plain, command, monkeypatc
     monkeypatch.setattr(app, "console", Console())  # rich silences it from then on
     assert main([str(plain) if word == "PLAIN" else word for word in command]) == 141
     assert capsys.readouterr().err == ""
+
+
+def test_help_fills_its_lines(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = printed(capsys, "compress", "--help").splitlines()
+    begin = lines.index("", 2) + 1
+    paragraph = lines[begin : lines.index("", begin)]
+    for line, after in pairwise(line.strip() for line in paragraph):
+        assert len(line) <= 80 < len(f"{line} {after.split()[0]}") + 1, line
 
 
 def test_a_narrow_terminal_cuts_no_number_of_a_table(monkeypatch, capsys):

@@ -88,10 +88,10 @@ def agents(
     """Measure how many agents a server bears: conversations with long contexts that grow turn by
     turn.
 
-    A number of agents is borne if 95 % of turns have their first token within 2 s,
-    and 95 % take at most 40 ms for each later token. Numbers are tried upwards, up
-    to the first that is not borne. Works with any OpenAI-compatible server that runs,
-    such as kvfold's and vLLM's. With --engine, it starts one, and stops it at the end.
+    A number of agents is borne if 95 % of turns have their first token within 2 s, and 95 % take at
+    most 40 ms for each later token. Numbers are tried upwards, up to the first that is not borne.
+    Works with any OpenAI-compatible server that runs, such as kvfold's and vLLM's. With --engine,
+    it starts one, and stops it at the end.
 
     Parameters
     ----------

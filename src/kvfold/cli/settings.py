@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from inspect import cleandoc
 from typing import Any, ClassVar
 
 from cyclopts import App, Parameter
@@ -49,6 +50,12 @@ class Command(App):
     """A command whose help shows its flags, and none of its other settings."""
 
     shows_flags: ClassVar[bool] = True
+
+    @property  # type: ignore[misc]  # never set
+    def help(self) -> str:
+        """The description, in paragraphs without the line breaks of the docstring."""
+        description, _, _ = cleandoc(super().help).partition("\n\nParameters\n")
+        return "\n\n".join(" ".join(x.split()) for x in description.split("\n\n"))
 
     def assemble_argument_collection(self, **options: Any) -> ArgumentCollection:
         arguments = super().assemble_argument_collection(**options)
