@@ -6,8 +6,9 @@ STAMP := .venv/.installed
 
 .PHONY: demo test test-all soak gpu-test test-oldest test-lm-eval test-vllm test-real smollm2 qwen check docs dist bench bench-real clean
 
+# Threads that wait sleep: where others use the cores too, spinning takes several times as long.
 demo: $(STAMP)
-	$(BIN)/kvfold demo --output report.html
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/kvfold demo --output report.html
 
 # Each worker takes tests that follow each other, and so sets up what they share once.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist worksteal
@@ -125,5 +126,6 @@ $(STAMP): pyproject.toml
 		echo "kvfold needs Python 3.11 or newer, which $(PYTHON) is not;" \
 			"name one, as in: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	$(PYTHON) -m venv .venv
+	@echo "Installing kvfold and PyTorch into .venv takes some minutes the first time."
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $@

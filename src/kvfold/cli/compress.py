@@ -1,5 +1,6 @@
 """kvfold compress: makes maps of a model's keys and values, or a folded checkpoint."""
 
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -133,7 +134,9 @@ def compress(
         say_maps(result)
         disk = in_bytes(folder_bytes(output))
         print(f"made in {seconds:.1f} seconds, saved to {output} ({disk})")
-        print(f'use them by --maps {output}, or kvfold.attach(model, "{output}")')
+        name = shlex.quote(str(output))
+        print(f"use them: kvfold generate {name} --prompt TEXT, kvfold serve {name},")
+        print(f'or in Python: kvfold.attach(model, "{output}")')
 
 
 def recipe_of(goal: Goal, recipe: str | None) -> str | None:

@@ -88,7 +88,11 @@ def demo(
     for name, lines in summary:
         print(f"{name}: {', '.join(lines)}")
     shown, ids = prompt(tokenizer, what.windows[TEXT][-1])
-    examples = [(x.name, continuation(x.model, tokenizer, x.cache, ids)) for x in sizes]
+    examples = []
+    with common.progress() as progress:
+        for done, x in enumerate(sizes, start=1):
+            examples.append((x.name, continuation(x.model, tokenizer, x.cache, ids)))
+            progress("examples", done, len(sizes))
     print(f"\n{shown}")
     for name, text in examples:
         print(f"\n{name}:\n{text}")

@@ -186,6 +186,7 @@ def serve(
     from kvfold.engine.api.llm import LLM
     from kvfold.server.app import create_app
 
+    say(f"loading {model}")
     loaded = common.load(model, place)
     cache = common.with_policy(loaded, tokenizer, cache) or cache
     settings = dataclasses.asdict(cache) | size.settings
