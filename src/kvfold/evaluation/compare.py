@@ -231,6 +231,7 @@ def table(rows: Sequence[Row], conditions: str = "", baseline: str = "original")
             f" {short_name(name)}: {score}, %{format_truncated(rows, name)}."
             for name, score in scores
         )
+        + " s: seconds of compression, without the calibration that all rows share."
         + (f" {conditions}" if conditions else "")
     )
     result.add_column("recipe", max_width=20)
