@@ -46,7 +46,8 @@ def made(here: Path, *options: str, output: str = "maps") -> Path:
 def test_the_card_says_what_was_measured(here: Path, capsys) -> None:
     folder = made(here)
     said = capsys.readouterr().out
-    assert f"--maps {folder}" in said
+    assert f"use them: kvfold generate {folder} --prompt TEXT, kvfold serve {folder},\n" in said
+    assert f'kvfold.attach(model, "{folder}")' in said
     figures = Sidecar.load(folder).provenance["measured"]
     assert figures["through"] == "kvfold's engine" and figures["tokens"] > 100
     text = (folder / CARD).read_text()
