@@ -280,14 +280,7 @@ class Clock:
         asked: dict[str, TimedRequest] = {}
         left: dict[str, int] = {}
         first, whole, most = [], [], 0
-        begun, preempt = time.perf_counter(), scheduler(self.llm)._preempt_request
-        preempted: list[None] = []
-
-        def counted(*args: Any, **more: Any) -> None:
-            preempted.append(None)
-            preempt(*args, **more)
-
-        scheduler(self.llm)._preempt_request = counted
+        begun = time.perf_counter()
         while (due or left) and (now := time.perf_counter() - begun) < limit:
             while due and due[0][0].at <= now:
                 job, prompt = due.popleft()
@@ -306,7 +299,6 @@ class Clock:
                     whole.append((now - job.at) / job.output)
             most = max(most, len(scheduler(self.llm).running))
         seconds = time.perf_counter() - begun
-        scheduler(self.llm)._preempt_request = preempt
         self._drain([*left])
         return {
             "requests": len(jobs),
@@ -316,7 +308,6 @@ class Clock:
             "ms_per_token": statistics.fmean(whole) * 1e3 if whole else None,
             "first_s": statistics.median(first) if first else None,
             "most_together": most,
-            "preemptions": len(preempted),
         }
 
     def _drain(self, names: list[str]) -> None:
@@ -448,9 +439,15 @@ def traffic(given: argparse.Namespace, rate: float) -> Traffic:
     return Traffic(requests=number, trace=given.trace, max_input=given.tokens, max_output=longest)
 
 
-def time_rates(llm: LLM, clock: Clock, given: argparse.Namespace, say: Say) -> None:
+def pool_bytes(llm: LLM, given: argparse.Namespace) -> float:
+    """Of --pool, or of the whole cache where that is less."""
     tokens, each = capacity(llm)
-    pool = min(given.pool * 1e9, tokens * each)
+    size: float = min(given.pool * 1e9, tokens * each)
+    return size
+
+
+def time_rates(llm: LLM, clock: Clock, given: argparse.Namespace, say: Say) -> None:
+    pool = pool_bytes(llm, given)
     for rate in given.rates:
         with pool_of(llm, pool):
             row = clock.crowd(traffic(given, rate).timed(rate), 2 * given.seconds)
@@ -460,19 +457,20 @@ def time_rates(llm: LLM, clock: Clock, given: argparse.Namespace, say: Say) -> N
 
 
 def time_together(llm: LLM, clock: Clock, given: argparse.Namespace, say: Say) -> None:
-    tokens, each = capacity(llm)
-    pool = min(given.pool * 1e9, tokens * each)
+    pool = pool_bytes(llm, given)
     for count in given.together:
         jobs = [TimedRequest(at=0.0, prompt=given.tokens, output=LONG) for _ in range(count)]
-        with pool_of(llm, pool):
+        preempt = scheduler(llm)._preempt_request
+        counted = patch.object(scheduler(llm), "_preempt_request", wraps=preempt)
+        with pool_of(llm, pool), counted as preempted:
             row = clock.crowd(jobs, 600)
-        answered = {"answered_tokens_per_s": row["answered"] * LONG / row["seconds"]}
-        say("together", {"variant": given.kind, "pool_bytes": pool} | row | answered)
+        row["answered_tokens_per_s"] = row["answered"] * LONG / row["seconds"]
+        row["preemptions"] = preempted.call_count
+        say("together", {"variant": given.kind, "pool_bytes": pool} | row)
 
 
 def time_loads(llm: LLM, clock: Clock, given: argparse.Namespace, say: Say) -> None:
-    tokens, each = capacity(llm)
-    pool = min(given.pool * 1e9, tokens * each)
+    pool = pool_bytes(llm, given)
     for users in given.users:
         with pool_of(llm, pool):
             row = clock.load(users, given.tokens, given.seconds)

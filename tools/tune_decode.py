@@ -17,14 +17,13 @@ from typing import Any
 
 import torch
 import triton
-from rich.console import Console
 from rich.table import Table
 
 from kvfold.bench.common import check_outputs
 from kvfold.bench.timing import Step, time_steps
 from kvfold.bench.variants import SHAPES, Variant
 from kvfold.bench.workload import Workload, build_workload
-from kvfold.cli.common import versions
+from kvfold.cli.common import print_table, versions
 from kvfold.layout import Geometry
 from kvfold.ops.common.plan import power_of_two
 from kvfold.ops.common.tuning import Tuning
@@ -136,7 +135,7 @@ def print_sweep(shape: Shape, found: dict[Tuning, float]) -> None:
     shown = Table(*NAMES, "us", title=title)
     for tuning, us in found.items():
         shown.add_row(*(str(getattr(tuning, name)) for name in NAMES), f"{us:.1f}")
-    Console().print(shown)
+    print_table(shown)
 
 
 def compile_one(name: str, variant: Variant, tuning: Tuning, batch: int) -> None:
