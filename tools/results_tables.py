@@ -72,6 +72,7 @@ QUESTIONS = {  # settings of questions-qwen.json, as FLAGS
     "zack": ("ZACK, half of the dimensions", 2),
 }
 
+EVICTED, EVICTED_4 = 28672 / 29120, 28672 / 7840  # with what pages store for eviction; in 4 bits
 RULER = {  # settings of ruler-qwen-*.json, as FLAGS
     "bits-8": FLAGS["bits-8"],
     "bits-4": FLAGS["bits-4"],
@@ -79,16 +80,13 @@ RULER = {  # settings of ruler-qwen-*.json, as FLAGS
     "swift-4x": FLAGS["default"],
     "swift-5x": FLAGS["swift-5x-speed"],
     "small-8x": FLAGS["small-8x"],
-    "kvzip-before": ("`kvzip` 1/4", 4),
-    "kvzip-after": ("`kvzip` 1/4, asked later", 4),
-    "kvzip-repair-before": ("`kvzip` 1/4, repair", 4),
-    "kvzip-repair-after": ("`kvzip` 1/4, repair, asked later", 4),
-    "kvzip-half-repair-bits-4-before": ("`kvzip` 1/2, repair, 4 bits", 2 * FLAGS["bits-4"][1]),
-    "kvzip-half-repair-bits-4-after": (
-        "`kvzip` 1/2, repair, 4 bits, asked later",
-        2 * FLAGS["bits-4"][1],
-    ),
-    "kvzip-repair-bits-4-before": ("`kvzip` 1/4, repair, 4 bits", 4 * FLAGS["bits-4"][1]),
+    "kvzip-before": ("`kvzip` 1/4", 4 * EVICTED),
+    "kvzip-after": ("`kvzip` 1/4, asked later", 4 * EVICTED),
+    "kvzip-repair-before": ("`kvzip` 1/4, repair", 4 * EVICTED),
+    "kvzip-repair-after": ("`kvzip` 1/4, repair, asked later", 4 * EVICTED),
+    "kvzip-half-repair-bits-4-before": ("`kvzip` 1/2, repair, 4 bits", 2 * EVICTED_4),
+    "kvzip-half-repair-bits-4-after": ("`kvzip` 1/2, repair, 4 bits, asked later", 2 * EVICTED_4),
+    "kvzip-repair-bits-4-before": ("`kvzip` 1/4, repair, 4 bits", 4 * EVICTED_4),
 }
 
 
