@@ -30,7 +30,7 @@ from kvfold.engine.api.detokenizer import Detokenizer, decoder_of
 from kvfold.evaluation.dense import inference
 from kvfold.evaluation.suites.engines import Reply
 from kvfold.evaluation.suites.prompts import Prompt
-from kvfold.evaluation.suites.run import run_suite
+from kvfold.evaluation.suites.run import SuiteResult, run_suite
 from kvfold.hub.loading import load, load_tokenizer
 from kvfold.maps.layers import using_attention
 from kvfold.models.families import family_of
@@ -217,6 +217,35 @@ class ByPyTorch:
         return logits[:, -1]
 
 
+def add_suites(parser: argparse.ArgumentParser) -> None:
+    """The arguments that choose questions, and the file of results."""
+    parser.add_argument("--suites", nargs="+", default=["ruler"], help="of `kvfold eval --suite`")
+    parser.add_argument("--set", nargs="*", default=[], help=f"NAME=NUMBER of {', '.join(COUNTS)}")
+    parser.add_argument("--json", type=Path, required=True)
+
+
+def suite_flags(
+    parser: argparse.ArgumentParser, given: argparse.Namespace, **more: Any
+) -> SuiteFlags:
+    """What the arguments say, and `more` flags. Ends the program for an unknown --set."""
+    counts = dict(pair.partition("=")[::2] for pair in given.set)
+    if unknown := [x for x in counts if x not in COUNTS]:
+        parser.error(f"--set takes {', '.join(COUNTS)}; got {unknown[0]}")
+    named: dict[str, Any] = {x.replace("-", "_"): int(value) for x, value in counts.items()}
+    return SuiteFlags(suite=tuple(given.suites), **named, **more)
+
+
+def write_results(
+    given: argparse.Namespace, results: dict[str, SuiteResult], cache: dict, versions: dict
+) -> None:
+    """Print scores, and write what `kvfold eval --suite` writes, with `cache`."""
+    for name, result in results.items():
+        print(f"{name}: {100 * result.score.mean:.1f} %, {result.seconds:.0f} s", flush=True)
+    about = {"model": given.model, "cache": cache, "versions": versions}
+    suites = {name: result.record() for name, result in results.items()}
+    write_json(given.json, finite(about | {"suites": suites}))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("model")
@@ -224,17 +253,11 @@ def main() -> None:
     parser.add_argument("--recent", type=int, default=0, help="exact last tokens")
     parser.add_argument("--first", type=int, default=0, help="exact first tokens")
     parser.add_argument("--exact-prompt", action="store_true")
-    parser.add_argument("--suites", nargs="+", default=["ruler"], help="of `kvfold eval --suite`")
-    parser.add_argument("--set", nargs="*", default=[], help=f"NAME=NUMBER of {', '.join(COUNTS)}")
+    add_suites(parser)
     parser.add_argument("--calib-tokens", type=int, default=CALIBRATION_TOKENS)
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--json", type=Path, required=True)
     given = parser.parse_args()
-    counts = dict(pair.partition("=")[::2] for pair in given.set)
-    if unknown := [x for x in counts if x not in COUNTS]:
-        parser.error(f"--set takes {', '.join(COUNTS)}; got {unknown[0]}")
-    named: dict[str, Any] = {x.replace("-", "_"): int(value) for x, value in counts.items()}
-    flags = SuiteFlags(suite=tuple(given.suites), **named)
+    flags = suite_flags(parser, given)
     questions = read_questions(given.model, flags)
     model, tokenizer = load(given.model, dtype=given.dtype), load_tokenizer(given.model)
     quantiser, stored_bits = None, 16.0
@@ -249,13 +272,9 @@ def main() -> None:
         name: run_suite(name, rows, engine, max_new_tokens=most, length=length)
         for name, rows in questions.items()
     }
-    for name, result in results.items():
-        print(f"{name}: {100 * result.score.mean:.1f} %, {result.seconds:.0f} s", flush=True)
     cache = {"quantiser": given.quantiser, "stored_bits": stored_bits}
     cache |= {"recent": given.recent, "first": given.first, "exact_prompt": given.exact_prompt}
-    about = {"model": given.model, "cache": cache, "versions": versions(model.device)}
-    suites = {name: result.record() for name, result in results.items()}
-    write_json(given.json, finite(about | {"suites": suites}))
+    write_results(given, results, cache, versions(model.device))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
         --suites HumanEval.jsonl.gz gsm8k-test.jsonl
 
 A setting is compressed once, into a folder of its own: a folded checkpoint, or with `maps-` before
-its name maps beside the weights; fp8 is vLLM's own. Then in float32 its nats a token on every
+its name maps beside the weights. Then in float32 its nats a token on every
 text (windows of 2048 tokens) and hidden facts at 512 to 4096 tokens; in bfloat16 HumanEval and
 GSM8K through `kvfold.LLM`, or vLLM with --engine vllm, 64 at a time; and with --steps BATCH CONTEXT
 the median decode step. One JSON file a setting, in --folder, written as it is measured: several
@@ -40,13 +40,11 @@ from kvfold.maps.sidecar import Sidecar
 from kvfold.utils.files import finite
 from kvfold.utils.progress import Report
 
-FP8 = "fp8"  # vLLM's own cache
 PLAIN: dict[str, dict[str, Any]] = {
     "original": {},
     "bits-8": {"bits": 8},
     "bits-4": {"bits": 4},
     "bits-4-window": {"bits": 4, "window": 128},
-    FP8: {},
 }
 CTX, TOKENS, SLOTS, LONGEST = 2048, 32768, 64, 2048
 STEPS, SKIPPED = 100, 10  # timed, after so many that are not
@@ -148,8 +146,6 @@ class Setting:
         if self.cache or self.maps:
             maps = {"maps": self.maps} if self.maps else {}
             more = {"additional_config": {"kvfold": {**self.cache, **maps}}}
-        if self.name == FP8:
-            more = {"kv_cache_dtype": FP8}
         model = str(resolve(self.model))
         about = {"max_num_seqs": SLOTS, "max_model_len": LONGEST, "dtype": "bfloat16"}
         share: dict[str, Any] = {"gpu_memory_utilization": self.given.share}
@@ -235,8 +231,6 @@ def main() -> None:
     parser.add_argument("--ties", action="store_true", help="of answers of both engines")
     parser.add_argument("--steps", nargs=2, type=int, metavar=("BATCH", "CONTEXT"))
     given = parser.parse_args()
-    if FP8 in given.settings and (given.engine != "vllm" or given.text or given.steps):
-        parser.error(f"--settings {FP8} is vLLM's own cache: give --engine vllm and --suites alone")
     given.folder.mkdir(parents=True, exist_ok=True)
     for name in given.settings:
         setting = Setting(name, given)

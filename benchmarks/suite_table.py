@@ -8,7 +8,8 @@ with the suites. --beside: so many settings at a time on each of --devices, whic
 seconds then say nothing. What the folder already has is kept, so a run that was cut off goes on,
 and runs with other suites and another --json use the same maps. A setting that fails is reported
 with the last line of its output, and the others run on. Quantisers that kvfold does not have are
-simulated in plain PyTorch (quantised_tasks.py); `simulated` is its exact cache.
+simulated in plain PyTorch (quantised_tasks.py); `simulated` is its exact cache. `vllm` and `fp8`
+are vLLM's own caches (vllm_tasks.py).
 """
 
 import argparse
@@ -28,7 +29,7 @@ from kvfold.evaluation.suites.run import SuiteResult, changes
 from kvfold.utils.files import finite, write_json
 
 KVFOLD = (sys.executable, "-m", "kvfold")
-SIMULATED = (sys.executable, str(Path(__file__).with_name("quantised_tasks.py")))
+QUANTISED = "quantised_tasks.py"
 AFTER = ("--set", "question=after")
 REPAIR = ("--set", "repair=true")
 WINDOW = 128  # exact last tokens
@@ -37,11 +38,11 @@ WINDOW = 128  # exact last tokens
 @dataclass(frozen=True)
 class Setting:
     """compress: arguments of `kvfold compress`; none: the model itself. cache: of `kvfold eval`.
-    simulated: of quantised_tasks.py, which answers instead of `kvfold eval`."""
+    script: another script of this folder that answers instead, and its arguments."""
 
     compress: tuple[str, ...] = ()
     cache: tuple[str, ...] = ()
-    simulated: tuple[str, ...] = ()
+    script: tuple[str, ...] = ()
 
     @property
     def folded(self) -> bool:
@@ -70,7 +71,7 @@ def kvquant(bits: int) -> Setting:
 
 def simulated(quantiser: str, recent: int = 0, first: int = 0, *more: str) -> Setting:
     counts = ("--recent", str(recent), "--first", str(first))
-    return Setting(simulated=("--quantiser", quantiser, *counts, *more))
+    return Setting(script=(QUANTISED, "--quantiser", quantiser, *counts, *more))
 
 
 def evicted(policy: str, *more: str, keep: float = 0.25) -> Setting:
@@ -108,7 +109,9 @@ SETTINGS = {
     "turboquant-2.5-window": simulated("turboquant-2.5", WINDOW, 4),
     "turboquant-vllm-4": simulated("turboquant-vllm-4"),
     "turboquant-vllm-3": simulated("turboquant-vllm-3"),
-    "simulated": Setting(simulated=("--recent", "0")),
+    "simulated": Setting(script=(QUANTISED, "--recent", "0")),
+    "vllm": Setting(script=("vllm_tasks.py",)),
+    "fp8": Setting(script=("vllm_tasks.py", "--kv-cache-dtype", "fp8")),
     "palu-j": published("palu-j"),
     "zack": published("zack"),
     "snapkv-before": evicted("snapkv"),
@@ -179,9 +182,12 @@ class Table:
             if self.results(name).exists():
                 return None
             file = ("--json", str(self.results(name)))
-            if setting.simulated:
-                suites = ("--suites", *given.suites, "--set", *given.set)
-                self.command(name, *SIMULATED, given.model, *setting.simulated, *suites, *file)
+            if setting.script:
+                script, *arguments = setting.script
+                counts = [x for x in given.set if not x.startswith("kv-bytes=")]
+                suites = ("--suites", *given.suites, "--set", *counts)
+                path = str(Path(__file__).with_name(script))
+                self.command(name, sys.executable, path, given.model, *arguments, *suites, *file)
             else:
                 model = str(self.made(name)) if setting.folded else given.model
                 maps = setting.compress and not setting.folded

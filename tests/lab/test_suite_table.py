@@ -48,10 +48,10 @@ def test_each_setting_is_compressed_and_asked_once(tmp_path, monkeypatch, capsys
         return 0
 
     monkeypatch.setattr(subprocess, "call", call)
-    names = ["original", "bits-4", "swift-4x", "kvquant-3", "oscar-2", "zack"]
+    names = ["original", "bits-4", "swift-4x", "kvquant-3", "oscar-2", "fp8", "zack"]
     file = tmp_path / "rows.json"
     argv = ["suite_table.py", "model", "--folder", str(tmp_path / "made"), "--settings", *names[1:]]
-    argv += ["--suites", "math=file", "--set", "suite-rows=2", "--json", str(file)]
+    argv += ["--suites", "math=file", "--set", "suite-rows=2", "kv-bytes=5", "--json", str(file)]
     argv += ["--devices", "1,3"]
     monkeypatch.setattr("sys.argv", argv)
     suite_table.main()
@@ -64,7 +64,8 @@ def test_each_setting_is_compressed_and_asked_once(tmp_path, monkeypatch, capsys
     asked = next(x for x in calls if x[0] == "eval" and "--maps" in x)
     assert asked[asked.index("--maps") + 1].endswith("swift-4x")
     assert all("suite-rows=2" in x for x in calls if x[0] != "compress")
-    (simulated,) = (x for x in calls if x[0] not in ("compress", "eval"))
+    fp8, simulated = sorted(x for x in calls if x[0] not in ("compress", "eval"))
+    assert fp8[:2] == ["--kv-cache-dtype", "fp8"] and not any("kv-bytes" in x for x in fp8)
     assert simulated[:6] == ["--quantiser", "oscar-2", "--recent", "256", "--first", "64"]
     assert simulated[6:10] == ["--suites", "math=file", "--set", "suite-rows=2"]
     (asked,) = (x for x in calls if x[0] == "eval" and x[1].endswith("kvquant-3"))
