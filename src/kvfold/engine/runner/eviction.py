@@ -3,9 +3,10 @@
 Shapes: B sequences, G groups of all layers, T entries of the longest sequence, P entries per page.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TypeVar
 
 import numpy as np
@@ -136,12 +137,12 @@ class Eviction:
             policy,
             [x.budget for x in chunk],
         )
-        fitted: list[Fitted] = []
+        fitted: list[Iterator[Fitted]] = []
         if self.repair is not None:
             for x, evicted_of in zip(chunk, evicted, strict=True):
                 size = int(pool.host_lengths[x.slot].max())
-                fitted += self.repair.fit(x.slot, x.computed, evicted_of[:, :size])
-        return self.close_holes(slots, evicted, fitted)
+                fitted.append(self.repair.fit(x.slot, x.computed, evicted_of[:, :size]))
+        return self.close_holes(slots, evicted, chain.from_iterable(fitted))
 
     def _view(self, chunk: list[Held], policy: Policy) -> EntriesView:
         """The entries of sequences, for the policy to score."""
@@ -200,7 +201,7 @@ class Eviction:
             evicted[:, where] = valid & (positions < first)
         pool.truncate(slot, self.close_holes(index, evicted))
 
-    def close_holes(self, slots: Tensor, evicted: Tensor, fitted: Many[Fitted] = ()) -> Tensor:
+    def close_holes(self, slots: Tensor, evicted: Tensor, fitted: Iterable[Fitted] = ()) -> Tensor:
         """Move the remaining entries of slots [B] together. Returns their numbers [B, G].
 
         evicted: bool [B, G, T]. fitted: entries to overwrite first. Nothing changes before all
