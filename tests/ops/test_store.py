@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from kvfold.layout import pages as layouts
 from kvfold.layout.formats.integers import (
@@ -267,7 +268,15 @@ def test_rewritten_rows_are_those_of_an_append_where_they_were(
     slot = torch.randint(0, 2, (12,), generator=chance)
     index = torch.rand(num_groups, 40, generator=chance).argsort(1)[:, :12].T
     keep = torch.rand(12, num_groups, generator=chance) < 0.7
-    rewrite(store.pages, *(x.to(DEVICE) for x in (rows, slot, index, keep)))
+    entry, group = keep.nonzero(as_tuple=True)
+    sides = dict[str, list[Tensor]]()
+    for i, g in zip(entry.tolist(), group.tolist(), strict=True):
+        for side in "k", "v", "kv":
+            columns = [x for x in layout.groups[g].layout.segments if x.side == side]
+            own = [rows[i, x.start : x.start + x.width] for x in columns]
+            sides.setdefault(side, []).append(torch.cat([rows.new_empty(0), *own]))
+    padded = {side: pad_sequence(x, batch_first=True).to(DEVICE) for side, x in sides.items()}
+    rewrite(store.pages, padded, *(x.to(DEVICE) for x in (slot[entry], group, index[entry, group])))
 
     after = store.gather(slots, lengths, dtype)
     want = before.rows.clone()

@@ -61,7 +61,7 @@ def fit_to_attention(
 def attend(
     q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Outputs of attention to all entries, fp32 [H, m, dv], and log-sum-exps of the scores, fp32
+    """Outputs of attention to all entries, [H, m, dv], and log-sum-exps of the scores, fp32
     [H, m, 1].
 
     q [H, m, dk], scaled, k [H, T, dk] and v [H, T, dv] of one dtype; valid bool [H, T]: entries
@@ -169,7 +169,7 @@ def _attend_fused(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> tupl
         output, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
             q, k, v, bias, True, scale=1.0
         )
-    return output[0, ..., :dv].float(), lse[0, :, :m, None]
+    return output[0, ..., :dv], lse[0, :, :m, None]
 
 
 def _scores(

@@ -3,10 +3,9 @@
 Shapes: B sequences, G groups of all layers, T entries of the longest sequence, P entries per page.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import TypeVar
 
 import numpy as np
@@ -20,7 +19,7 @@ from kvfold.cache.eviction.compact import compaction
 from kvfold.cache.eviction.policy import Policy
 from kvfold.cache.eviction.select import scores, select
 from kvfold.engine.requests.request import CacheParams, Request
-from kvfold.engine.runner.repair import Fitted, Repair
+from kvfold.engine.runner.repair import Remaining, Repair
 from kvfold.layout.pages import Ints
 from kvfold.ops.common.launch import upload
 from kvfold.ops.store import move, read_tracked
@@ -137,12 +136,12 @@ class Eviction:
             policy,
             [x.budget for x in chunk],
         )
-        fitted: list[Iterator[Fitted]] = []
+        fitted = []
         if self.repair is not None:
             for x, evicted_of in zip(chunk, evicted, strict=True):
                 size = int(pool.host_lengths[x.slot].max())
                 fitted.append(self.repair.fit(x.slot, x.computed, evicted_of[:, :size]))
-        return self.close_holes(slots, evicted, chain.from_iterable(fitted))
+        return self.close_holes(slots, evicted, fitted)
 
     def _view(self, chunk: list[Held], policy: Policy) -> EntriesView:
         """The entries of sequences, for the policy to score."""
@@ -201,7 +200,7 @@ class Eviction:
             evicted[:, where] = valid & (positions < first)
         pool.truncate(slot, self.close_holes(index, evicted))
 
-    def close_holes(self, slots: Tensor, evicted: Tensor, fitted: Iterable[Fitted] = ()) -> Tensor:
+    def close_holes(self, slots: Tensor, evicted: Tensor, fitted: Many[Remaining] = ()) -> Tensor:
         """Move the remaining entries of slots [B] together. Returns their numbers [B, G].
 
         evicted: bool [B, G, T]. fitted: entries to overwrite first. Nothing changes before all

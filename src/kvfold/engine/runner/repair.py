@@ -5,8 +5,8 @@ Later queries are unknown. So hidden states of some prompt tokens are kept, and 
 computed again as if the tokens followed the prompt.
 
 Shapes: n prompt tokens with kept hidden states, D model width, Hk KV heads, m queries per KV head,
-T entries, N remaining entries of all heads, S most remaining entries of a head, R numbers of an
-entry, G groups (of one KV head) of all layers.
+T entries, N remaining entries of all heads, S most remaining entries of a head, G groups (of one KV
+head each) of all layers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -35,6 +34,7 @@ from kvfold.utils.errors import SettingError
 QUERIES = 512  # most queries per KV head that the fit uses
 AFTER = 128  # these queries get the positions 0 .. AFTER - 1 after the prompt
 FITTED = 2**26  # most scores (queries times remaining entries) of heads that are fitted at once
+WRITTEN = 2**17  # most entries that are written at once
 
 
 def check_repairs(spec: CacheSpec) -> None:
@@ -89,8 +89,8 @@ class _Prompt:
 
 
 class _Goal(NamedTuple):
-    """What heads [H] are fitted to: queries [H, m, dk], outputs fp32 [H, m, dv] of their attention
-    to all entries, and log-sum-exps fp32 [H, m, 1]."""
+    """What heads [H] are fitted to: queries [H, m, dk], outputs [H, m, dv] of their attention to
+    all entries, and log-sum-exps [H, m, 1]."""
 
     q: Tensor
     outputs: Tensor
@@ -98,82 +98,84 @@ class _Goal(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Remaining:
-    """The remaining entries of a sequence, group after group.
+class Remaining:
+    """The remaining entries of a sequence in groups that lose some, group after group.
 
+    slot: of the sequence.
     size: T.
     group: int64 [N], the group of each.
     place: int64 [N + 1], index of each among the stored entries of its group.
     keys, values: [N + 1, .], with columns for the widest layer. The last entry is padding.
-    begin, count: int64 [G], first entry of each group and number of entries.
-    fitted: bool [G], groups that lose some entries and keep others.
+    begin: int64 [G + 1], first entry of each group, and N.
     """
 
+    slot: int
     size: int
     group: Tensor
     place: Tensor
     keys: Tensor
     values: Tensor
     begin: Ints
-    count: Ints
-    fitted: npt.NDArray[np.bool_]
 
     @classmethod
     def of(
-        cls, valid: Tensor, evicted: Tensor, widths: tuple[int, int], dtype: torch.dtype
-    ) -> "_Remaining":
-        """With keys and values of so many columns, which are 0. valid, evicted: bool [G, T]. Waits
-        for the device."""
-        stays = valid & ~evicted
+        cls,
+        slot: int,
+        valid: Tensor,
+        evicted: Tensor,
+        widths: tuple[int, int],
+        dtype: torch.dtype,
+    ) -> "Remaining":
+        """With keys and values of so many columns, which are 0. valid: bool [G, T], which of the T
+        entries exist; evicted: bool [G, T]. Waits for the device."""
+        stays = valid & ~evicted & (valid & evicted).any(1, keepdim=True)
         group, place = stays.nonzero(as_tuple=True)
-        count, lost = torch.stack((stays.sum(1), (valid & evicted).sum(1))).cpu().numpy()
         place = F.pad(place, (0, 1))
         keys, values = (
             torch.zeros(len(place), n, dtype=dtype, device=place.device) for n in widths
         )
-        return cls(
-            size=valid.shape[1],
-            group=group,
-            place=place,
-            keys=keys,
-            values=values,
-            begin=np.cumsum(count) - count,
-            count=count,
-            fitted=(count > 0) & (lost > 0),
-        )
+        begin = F.pad(stays.sum(1).cumsum(0), (1, 0)).cpu().numpy()
+        return cls(slot, valid.shape[1], group, place, keys, values, begin)
 
-    def copy(self, where: slice, k: Tensor, v: Tensor) -> None:
-        """Copy those of the groups `where` from all their entries k, v [g, T, .]."""
-        first, last = self.begin[where][0], self.begin[where][-1] + self.count[where][-1]
-        entries = slice(first, last)
-        at = self.group[entries] - where.start, self.place[entries]
+    def count(self, groups: Ints) -> Ints:
+        """Numbers of entries of groups [n]; 0: a group that loses all or nothing."""
+        return self.begin[groups + 1] - self.begin[groups]
+
+    def entries(self, groups: slice) -> slice:
+        """The entries of consecutive groups."""
+        return slice(self.begin[groups.start], self.begin[groups.stop])
+
+    def copy(self, groups: slice, k: Tensor, v: Tensor) -> None:
+        """Copy entries of some groups from all that they store: k, v [g, T, .]."""
+        entries = self.entries(groups)
+        at = self.group[entries] - groups.start, self.place[entries]
         self.keys[entries, : k.shape[-1]] = k[at]
         self.values[entries, : v.shape[-1]] = v[at]
 
     def index(self, groups: Ints) -> tuple[Tensor, Tensor]:
         """Entries of groups [n]: int64 [n, S], filled up with padding, and bool [n, S], False for
-        padding. Groups that are not fitted have padding alone."""
-        begin, count = self.begin[groups], self.count[groups] * self.fitted[groups]
-        bounds = upload(np.stack((begin, begin + count)), self.place.device)
+        padding."""
+        bounds = upload(np.stack((self.begin[groups], self.begin[groups + 1])), self.place.device)
         first, stop = bounds[..., None]
-        index = first + torch.arange(int(count.max()), device=self.place.device)
+        most = int(self.count(groups).max())
+        index = first + torch.arange(most, device=self.place.device)
         inside = index < stop
         return index.where(inside, len(self.group)), inside
 
-
-class Fitted(NamedTuple):
-    """New entries [S, R] of a layer, to be written to entry indices places [S, Hk] of sequence
-    slots [S], if keep [S, Hk] is set."""
-
-    layer: int
-    entries: Tensor
-    slots: Tensor
-    places: Tensor
-    keep: Tensor
-
     def write(self, view: PoolView) -> None:
-        layer, *entries = self
-        rewrite(view.pages[layer], *entries)
+        """Overwrite the stored entries."""
+        for where in view.spans:
+            entries = self.entries(where)
+            for first in range(entries.start, entries.stop, WRITTEN):
+                part = slice(first, min(first + WRITTEN, entries.stop))
+                group = self.group[part] - where.start
+                rewrite(
+                    view.pool.pages(where),
+                    {"k": self.keys[part], "v": self.values[part]},
+                    torch.full_like(group, self.slot),
+                    group,
+                    self.place[part],
+                )
 
 
 class Repair:
@@ -220,13 +222,12 @@ class Repair:
             else []
         )
 
-    def fit(self, slot: int, computed: int, evicted: Tensor) -> Iterator[Fitted]:
-        """Fit the remaining entries of a sequence, in heads that lose some. computed: number of
-        computed tokens; evicted: bool [G, T]. Waits for the device twice. All is fitted when this
-        returns; the iterator arranges the entries of one layer after another.
+    def fit(self, slot: int, computed: int, evicted: Tensor) -> Remaining:
+        """Fit the remaining entries of a sequence, in heads that lose some; nothing is written yet.
+        computed: number of computed tokens; evicted: bool [G, T]. Waits for the device twice.
 
-        Heads of all layers are fitted together with those that keep similar numbers of entries:
-        solving for many heads takes as long as for few.
+        Heads of all layers that keep similar numbers of entries are fitted together: they need
+        little padding, and solving for many takes as long as for few.
         """
         pool, size = self.view.pool, evicted.shape[1]
         valid = torch.arange(size, device=evicted.device) < pool.lengths[slot][:, None]
@@ -235,40 +236,37 @@ class Repair:
             max(x.key_columns.widest for x in maps),
             max(x.value_columns.widest for x in maps),
         )
-        remaining = _Remaining.of(valid, evicted, widths, self.view.dtype)
-        layers = self.view.layout.layer_groups
-        some = [i for i, where in enumerate(layers) if remaining.fitted[where].any()]
-        if some:
-            full = pool.host_lengths[slot] == size
-            goals = [
-                self._read(remaining, i, slot, computed, None if full[x].all() else valid[x])
-                for i, x in ((i, layers[i]) for i in some)
-            ]
-            groups = np.concatenate([np.arange(layers[i].start, layers[i].stop) for i in some])
-            self._fit(remaining, groups, _Goal(*map(torch.cat, zip(*goals, strict=True))))
-        return (self._fitted(remaining, i, slot) for i in some)
+        remaining = Remaining.of(slot, valid, evicted, widths, self.view.dtype)
+        is_full = pool.host_lengths[slot] == size
+        groups, goals = list[Ints](), list[_Goal]()
+        for index, where in enumerate(self.view.layout.layer_groups):
+            of_layer = np.arange(where.start, where.stop)
+            if remaining.count(of_layer).any():
+                exist = None if is_full[where].all() else valid[where]
+                groups.append(of_layer)
+                goals.append(self._read(remaining, index, computed, exist))
+        if goals:
+            all_goals = _Goal(*map(torch.cat, zip(*goals, strict=True)))
+            self._fit(remaining, np.concatenate(groups), all_goals)
+        return remaining
 
-    def _read(
-        self, remaining: _Remaining, index: int, slot: int, computed: int, valid: Tensor | None
-    ) -> _Goal:
+    def _read(self, remaining: Remaining, index: int, computed: int, valid: Tensor | None) -> _Goal:
         """Copy what remains of a layer; returns what to fit it to. valid: bool [Hk, T], entries
         that exist (None: all)."""
         maps: LayerAttention = self.modules[index].description
-        geometry = self.view.layout.spec.geometry
-        slots = torch.tensor([slot], device=self.view.device)
-        slots = upload(np.array([slot]), self.view.device)
+        slots = upload(np.array([remaining.slot]), self.view.device)
         stored = gather_entries(self.view, maps, slots, remaining.size)
         k = maps.score_keys(stored.rows, None)[0]
         v = maps.value_columns.spread(maps.value_columns.gather(stored.rows))[0]
         remaining.copy(self.view.layout.layer_groups[index], k, v)
-        q = (self._queries(index, slot, computed) * maps.scale).to(k.dtype)
-        outputs, lse = attend(q, k, v, valid, geometry.softcap)
+        q = self._queries(index, remaining.slot, computed) * maps.scale
+        outputs, lse = attend(q, k, v, valid, self.view.layout.spec.geometry.softcap)
         return _Goal(_widened(q, remaining.keys), _widened(outputs, remaining.values), lse)
 
-    def _fit(self, remaining: _Remaining, groups: Ints, goal: _Goal) -> None:
+    def _fit(self, remaining: Remaining, groups: Ints, goal: _Goal) -> None:
         """Fit groups [H] to a goal each, in place."""
         softcap = self.view.layout.spec.geometry.softcap
-        for chunk in _chunks(remaining.count[groups] * remaining.fitted[groups], goal.q.shape[1]):
+        for chunk in _chunks(remaining.count(groups), goal.q.shape[1]):
             index, inside = remaining.index(groups[chunk])
             at = upload(chunk, index.device)
             q, outputs, lse = (x[at] for x in goal)
@@ -277,33 +275,15 @@ class Repair:
             remaining.keys[index] = k.to(self.view.dtype)
             remaining.values[index] = v.to(self.view.dtype)
 
-    def _fitted(self, remaining: _Remaining, index: int, slot: int) -> Fitted:
-        """Fitted entries as the layer stores them."""
-        maps: LayerAttention = self.modules[index].description
-        where = self.view.layout.layer_groups[index]
-        entries, inside = remaining.index(np.arange(where.start, where.stop))
-        sides = (maps.key_columns, remaining.keys), (maps.value_columns, remaining.values)
-        rows = [
-            columns.compact(x[entries, : columns.widest].transpose(0, 1)[None])[0].flatten(1)
-            for columns, x in sides
-        ]
-        return Fitted(
-            layer=index,
-            entries=torch.cat(rows, 1),
-            slots=torch.full((entries.shape[1],), slot, device=entries.device),
-            places=remaining.place[entries.T],
-            keep=inside.T,
-        )
-
     def _queries(self, layer: int, slot: int, computed: int) -> Tensor:
-        """Likely later queries fp32 [Hk, m, .] of a layer."""
+        """Likely later queries [Hk, m, .] of a layer."""
         module, prompt = self.modules[layer], self.prompts[slot]
         x = prompt.states[layer][None, : prompt.before(computed)]
         tables = None
         if module.rotary is not None:
             at = computed + torch.arange(x.shape[1], device=x.device) % AFTER
             tables = module.rotary.tables(x, at[None], computed + AFTER)
-        q: Tensor = module.queries(x, tables)[0].float()
+        q: Tensor = module.queries(x, tables)[0]
         return q.unflatten(0, (module.geometry.num_kv_heads, -1)).flatten(1, 2)
 
 

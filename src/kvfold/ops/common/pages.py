@@ -62,6 +62,13 @@ class PageClass:
     spots: tuple[tuple[int, int], ...] | None  # of every segment, (first, step) of groups' columns
     # in the row; None: steps are not even
 
+    def split(self, packed: Tensor) -> list[Tensor]:
+        """Packed rows [N, R] as the numbers of every segment, [N, g, width]."""
+        return [
+            packed[:, columns].unflatten(-1, (len(self.numbers), segment.width))
+            for segment, columns in zip(self.layout.segments, self.columns, strict=True)
+        ]
+
     def columns_of(self, row: Tensor, index: int) -> Tensor:
         """Columns of segment `index` in rows [..., R]: a view [..., g, width]."""
         assert self.spots is not None, "columns of these groups are no even steps apart"

@@ -9,7 +9,7 @@ in units of 64 bytes. `lengths` belongs to the sequences of the call, which may 
 are stored.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 
 import torch
@@ -104,14 +104,19 @@ def set_metrics(pages: LayerPages, slots: Tensor, index: Tensor, values: Tensor)
     reference.set_metrics(pages, slots, index, values)
 
 
-def rewrite(pages: LayerPages, rows: Tensor, slots: Tensor, index: Tensor, keep: Tensor) -> None:
-    """Overwrite stored token entries; their positions and metrics stay. Entry i of group g goes to
-    row index[i, g] of sequence slots[i] if keep bool [N, G] is set.
+def rewrite(
+    pages: LayerPages, sides: Mapping[str, Tensor], slots: Tensor, group: Tensor, index: Tensor
+) -> None:
+    """Overwrite M stored token entries; their positions and metrics stay. Entry i is row index[i]
+    of (slots[i], group[i]), all int64 [M].
 
-    rows [N, R], slots [N] and index [N, G] as in `append`. Not for per-channel formats. PyTorch on
-    every device; waits for the device once per class of pages.
+    sides: by side, the numbers [M, .] of the entry's latents of this side, one after another;
+        columns beyond the group's own are ignored.
+
+    Not for per-channel formats. PyTorch on every device; if the groups have several layouts, it
+    waits for the device once per layout.
     """
-    reference.rewrite(pages, rows, slots, index, keep)
+    reference.rewrite(pages, sides, slots, group, index)
 
 
 def read_tracked(

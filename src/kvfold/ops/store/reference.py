@@ -4,6 +4,7 @@ Shapes as in `store`; g groups of a class of pages with one layout, W words of a
 (see `common.pages`), n pages of the longest group. Addresses are int64.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,27 +41,33 @@ def append(
     packed = plan.pack(rows.detach())
     for kind in plan.kinds:
         slot, row = slots[:, None], index[:, kind.numbers]
-        words, channels = _encode(kind, packed, positions)
+        words, channels = _encode(kind, kind.split(packed), positions)
         words_of(arena, kind.word)[kind.address(tables, slot, kind.numbers, row)] = words
         if channels is not None:
             first = slot[:: plan.page], kind.numbers, row[:: plan.page]
             words_of(arena, channels.dtype)[kind.channel_address(tables, *first)] = channels
 
 
-def rewrite(pages: LayerPages, rows: Tensor, slots: Tensor, index: Tensor, keep: Tensor) -> None:
+def rewrite(
+    pages: LayerPages, sides: Mapping[str, Tensor], slots: Tensor, group: Tensor, index: Tensor
+) -> None:
     """Like `ops.store.rewrite`."""
     arena, tables, _, groups = pages
-    plan = plan_pages(groups, arena.device)
-    packed = plan.pack(rows)
-    for kind in plan.kinds:
+    for kind in plan_pages(groups, arena.device).kinds:
         if not kind.layout.segments:
             continue
-        words, channels = _encode(kind, packed, None)
+        single_class = len(kind.numbers) == len(groups)
+        chosen = ... if single_class else torch.isin(group, kind.numbers)
+        parts, first = [], dict.fromkeys(sides, 0)
+        for x in kind.layout.segments:
+            columns = slice(first[x.side], first[x.side] + x.width)
+            parts.append(sides[x.side][chosen][:, None, columns])
+            first[x.side] = columns.stop
+        words, channels = _encode(kind, parts, None)
         assert channels is None, "numbers that share a page's channels are packed together"
-        address = kind.address(tables, slots[:, None], kind.numbers, index[:, kind.numbers])
-        selected = keep[:, kind.numbers]
+        address = kind.address(tables, slots[chosen], group[chosen], index[chosen])
         # Words of positions and metrics come last.
-        words_of(arena, kind.word)[address[selected][:, : words.shape[-1]]] = words[selected]
+        words_of(arena, kind.word)[address[:, : words.shape[-1]]] = words[:, 0]
 
 
 def gather(
@@ -143,28 +150,26 @@ def move(pages: LayerPages, slots: Tensor, group: Tensor, source: Tensor, target
 
 
 def _encode(
-    kind: PageClass, packed: Tensor, positions: Tensor | None
+    kind: PageClass, numbers: Sequence[Tensor], positions: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Encode N rows of a class's groups.
+    """Encode N rows of a class's groups: of all g, or of one each without positions.
 
-    packed [N, R] -> words [N, g, W] of the rows, and the scales that their pages hold per channel,
-    as words [N / P, g, c], or None.
+    numbers: of each segment, [N, g, width]. Returns words [N, g, W] of the rows, and the scales
+    that their pages hold per channel, as words [N / P, g, c], or None.
     """
-    layout, g = kind.layout, len(kind.numbers)
+    layout = kind.layout
     word, parts = INTS[layout.scale], []
     scales: dict[int, Tensor] = {}  # of each row, by index in the row's scales
     channels: dict[int, Tensor] = {}  # of each page, by index in the page's scales
-    fields = zip(layout.segments, kind.columns, layout.metadata_indices, strict=True)
-    for segment, columns, places in fields:
-        x = packed[:, columns].unflatten(-1, (g, segment.width))
+    for segment, x, places in zip(layout.segments, numbers, layout.metadata_indices, strict=True):
         codes, metadata = segment.format.encode(x, layout.page)
         parts.append(codes)
-        numbers = (number.view(word) for number in metadata)
-        (channels if segment.per_channel else scales).update(zip(places, numbers, strict=True))
+        stored = (number.view(word) for number in metadata)
+        (channels if segment.per_channel else scales).update(zip(places, stored, strict=True))
     if scales:
         parts.append(torch.stack([scales[place] for place in sorted(scales)], dim=-1))
     if positions is not None and layout.tracked:
-        tiled_positions = positions[:, None, None].expand(-1, g, 1)
+        tiled_positions = positions[:, None, None].expand(-1, len(kind.numbers), 1)
         parts += [tiled_positions, torch.zeros_like(tiled_positions, dtype=torch.float32)]
     words = torch.cat([x.contiguous().view(torch.uint8) for x in parts], dim=-1).view(kind.word)
     ordered = [channels[place] for place in sorted(channels)]
