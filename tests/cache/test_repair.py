@@ -1,5 +1,7 @@
 """Rows that stay are fitted to attention to all rows, and engines attend to the fitted ones."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,6 +10,7 @@ from transformers import AttentionInterface
 from eviction_view_cases import folded
 from fuzz_cases import same_up_to_rounding
 from kvfold import LLM, CacheParams, SamplingParams
+from kvfold.attention.metadata import PoolView
 from kvfold.cache.eviction import repair as fits
 from kvfold.cache.eviction.repair import KEYS, MOST, VALUES, WEIGHTS, fit_to_attention, ridge_solve
 from kvfold.config import CacheConfig
@@ -221,6 +224,23 @@ def test_any_policy_s_rows_are_fitted(evict: str) -> None:
         found = logits_of(session, ids[0, PROMPT:].tolist())
         wanted = dense("llama-gqa", ids, session, 512)
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_entries_of_all_layers_may_be_written_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs."""
+    ids, found = tokens(1, PROMPT + MORE), []
+    write = repair.Remaining.write
+
+    def at_once(entries: repair.Remaining, view: PoolView) -> None:
+        every = SimpleNamespace(spans=[slice(0, len(view.layout.groups))], pool=view.pool)
+        write(entries, every)
+
+    for how in write, at_once:
+        monkeypatch.setattr(repair.Remaining, "write", how)
+        session = read(runner_of(tiny("llama-gqa")), ids)
+        session.compress()
+        found.append(logits_of(session, ids[0, PROMPT:].tolist()))
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("heads", [1, 2])

@@ -156,20 +156,22 @@ class Plan:
         return blocks.index_select(1, order).view(x.shape)
 
 
-# A pure function of what never changes, remembered because every layer asks for it in every step.
+# Pure functions of what never changes, remembered because every layer asks for them in every step.
 @lru_cache(maxsize=4096)
-def plan_pages(groups: tuple[Group, ...], device: torch.device) -> Plan:
-    """Make the plan of one layer's groups, which may differ in their segments only."""
-    layout = groups[0].layout
+def page_classes(
+    groups: tuple[Group, ...], device: torch.device
+) -> tuple[tuple[PageClass, ...], tuple[Segment, ...]]:
+    """The classes of pages of some groups, which may differ in their segments only, and all
+    segments in packed order."""
     for name in ("page", "itemsize", "tracked"):
         values = {getattr(group.layout, name) for group in groups}
-        assert len(values) == 1, f"groups of a layer differ in {name}: {values}"
+        assert len(values) == 1, f"groups differ in {name}: {values}"
     members: dict[tuple[tuple[str, int, Format], ...], list[int]] = {}
     for number, group in enumerate(groups):
         key = tuple((x.side, x.width, x.format) for x in group.layout.segments)
         members.setdefault(key, []).append(number)
     kinds: list[PageClass] = []
-    segments: list[Segment] = []  # in packed order
+    segments: list[Segment] = []
     for numbers in members.values():
         layouts = [groups[number].layout for number in numbers]
         columns = list(zip(*(x.segments for x in layouts), strict=True))
@@ -179,11 +181,19 @@ def plan_pages(groups: tuple[Group, ...], device: torch.device) -> Plan:
             first = sum(x.width for x in segments)
             kinds.append(_kind(layouts[0], numbers, first, spots, device))
         segments += [x for same in columns for x in same]
+    return tuple(kinds), tuple(segments)
+
+
+@lru_cache(maxsize=4096)
+def plan_pages(groups: tuple[Group, ...], device: torch.device) -> Plan:
+    """Make the plan of one layer's groups, which may differ in their segments only."""
+    layout = groups[0].layout
+    kinds, segments = page_classes(groups, device)
     step, order = _blocks(segments)
     in_place = order == sorted(order)
     pack_order = torch.tensor(order, dtype=torch.int64, device=device)
     return Plan(
-        kinds=tuple(kinds),
+        kinds=kinds,
         width=sum(x.width for x in segments),
         step=step,
         pack_order=None if in_place else pack_order,

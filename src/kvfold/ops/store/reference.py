@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvfold.layout.formats.base import INTS
 from kvfold.layout.pages import UNIT, Block
-from kvfold.ops.common.pages import LayerPages, PageClass, plan_pages, words_of
+from kvfold.ops.common.pages import LayerPages, PageClass, page_classes, plan_pages, words_of
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,8 @@ def rewrite(
 ) -> None:
     """Like `ops.store.rewrite`."""
     arena, tables, _, groups = pages
-    for kind in plan_pages(groups, arena.device).kinds:
+    kinds, _ = page_classes(groups, arena.device)
+    for kind in kinds:
         if not kind.layout.segments:
             continue
         single_class = len(kind.numbers) == len(groups)
