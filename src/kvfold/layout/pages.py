@@ -437,18 +437,23 @@ def cache_layout(
                 )
                 start += size
 
+    def page_layout(layer: LayerSpec, heads: tuple[int, ...], tracked: bool) -> PageLayout:
+        latents = [x for x in layer.latents if set(x.heads) <= set(heads)]
+        return PageLayout(
+            segments=tuple(chain.from_iterable(segments(layer, x) for x in latents)),
+            page=page,
+            itemsize=itemsize,
+            tracked=tracked,
+            residual=residual or 0,
+        )
+
     groups = []
+    layouts: dict[tuple[LayerSpec, bool], dict[tuple[int, ...], PageLayout]] = {}
     for index, layer in enumerate(spec.layers):
-        for heads in layer.groups():
-            latents = [x for x in layer.latents if set(x.heads) <= set(heads)]
-            layout = PageLayout(
-                segments=tuple(chain.from_iterable(segments(layer, x) for x in latents)),
-                page=page,
-                itemsize=itemsize,
-                tracked=tracked[index],
-                residual=residual or 0,
-            )
-            groups.append(Group(layer=index, heads=heads, layout=layout))
+        key = layer, tracked[index]
+        if key not in layouts:  # layers that store alike share page layouts
+            layouts[key] = {x: page_layout(layer, x, tracked[index]) for x in layer.groups()}
+        groups += [Group(layer=index, heads=x, layout=y) for x, y in layouts[key].items()]
     coarse = None
     if spec.low_rank is not None:
         settings: dict[str, Any] = {"itemsize": itemsize, "bits": bits, "sub_group": sub_group}
