@@ -8,8 +8,9 @@ of a set get the same tiers. Shapes: N sets of latents of one width w and one ru
 latent where a tier may begin or end.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -191,6 +192,16 @@ class TierOptions:
     max_loads: int
     dropped: Tensor
 
+    @cached_property
+    def other_loads(self) -> list[dict[int, Tensor]]:
+        """By level, and by the vector loads that its tiers may have: whether a tier has another
+        number of loads, bool [E, E]."""
+        legal = set(range(self.max_loads + 1))
+        return [
+            {load: loads != load for load in set(loads.flatten().tolist()) & legal}
+            for loads in self.loads
+        ]
+
     def choose(self, price: float) -> list[Tiers]:
         """Each set's tiers of least cost, where a bit costs `price` nats.
 
@@ -226,8 +237,8 @@ class TierOptions:
         best = torch.full_like(self.dropped, torch.inf)[:, None].repeat(1, self.max_loads + 1, 1)
         best[:, 0, 0] = 0
         origins = []
-        for lost, bits, loads in zip(self.lost, self.bits, self.loads, strict=True):
-            best, origin = _extended(best, lost + price * bits, loads)
+        for lost, bits, other in zip(self.lost, self.bits, self.other_loads, strict=True):
+            best, origin = _extended(best, lost + price * bits, other)
             origins.append(origin)
         return (best + self.dropped[:, None]).flatten(1), origins
 
@@ -243,16 +254,18 @@ class TierOptions:
         return tuple(reversed(tiers))
 
 
-def _extended(best: Tensor, cost: Tensor, loads: Tensor) -> tuple[Tensor, Tensor]:
+def _extended(
+    best: Tensor, cost: Tensor, other_loads: Mapping[int, Tensor]
+) -> tuple[Tensor, Tensor]:
     """One step of dynamic programming: add a tier of one level where that lowers the cost.
 
-    best [N, loads, E]: the least cost of each state. cost [N, E, E], loads int64 [E, E]: of a tier
-    from one position to another. Returns the new costs, and the positions where the added tiers
-    begin (-1: none was added).
+    best [N, loads, E]: the least cost of each state. cost [N, E, E]: of a tier from one position to
+    another. other_loads: by the loads to try, whether a tier has others, bool [E, E]. Returns the
+    new costs, and the positions where the added tiers begin (-1: none was added).
     """
     extended, origin = best.clone(), torch.full_like(best, -1, dtype=torch.int64)
-    for load in set(loads.flatten().tolist()) & set(range(best.shape[1])):
-        tier_cost = cost.masked_fill(loads != load, torch.inf)[:, None]
+    for load, other in other_loads.items():
+        tier_cost = cost.masked_fill(other, torch.inf)[:, None]
         least, start = (best[:, : best.shape[1] - load, :, None] + tier_cost).min(2)
         better = least < extended[:, load:]
         extended[:, load:] = torch.where(better, least, extended[:, load:])
