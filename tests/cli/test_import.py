@@ -1,5 +1,6 @@
 """`import kvfold` costs nothing until it is used, and transformers knows its format."""
 
+import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import kvfold
+from kvfold.cli import common
 from kvfold.cli.bench import BENCHMARKS
 from kvfold.cli.main import COMMANDS
 
@@ -35,6 +37,28 @@ def test_help_of_a_command_waits_for_neither() -> None:
         lines.append(f"found = {HEAVY} & set(sys.modules)")
         lines.append(f"assert not found, ({command!r}, found)")
     assert run("\n".join(lines)).count("Usage: kvfold") == len(commands)
+
+
+@pytest.mark.parametrize("command", ["advise x --gpu x", "inspect x --keep 2"])
+def test_the_collector_visits_no_imports(command: str) -> None:
+    """Of commands that take little more time than their imports do."""
+    lines = [
+        "import gc, sys, kvfold.cli.main as cli",
+        "frozen = []",
+        "seen = lambda *_: 'torch' in sys.modules and frozen.append(gc.get_freeze_count())",
+        "gc.callbacks.append(seen)",
+        f"code = cli.main({command.split()})",
+        "gc.collect()",
+        "print(code, gc.isenabled(), min(frozen) > 100_000)",
+    ]
+    assert run("\n".join(lines)) == "2 True True\n"
+
+
+def test_the_collector_is_left_alone_later() -> None:
+    before = gc.get_freeze_count()
+    with common.fast_imports():
+        assert gc.isenabled() and "torch" in sys.modules
+    assert gc.get_freeze_count() == before
 
 
 @pytest.mark.parametrize("first", ["import kvfold", "import transformers.quantizers.auto"])

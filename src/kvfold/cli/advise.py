@@ -77,10 +77,11 @@ def advise(
         File for the results as JSON.
     """
     common.check_outputs(json=json)
-    from kvfold.compression.planning.step_time import load_of
-    from kvfold.evaluation import advice
-    from kvfold.evaluation.gpu_memory import GPUMemory, gpu_bytes
-    from kvfold.hub.checkpoint import saved_config
+    with common.fast_imports():
+        from kvfold.compression.planning.step_time import load_of
+        from kvfold.evaluation import advice
+        from kvfold.evaluation.gpu_memory import GPUMemory, gpu_bytes
+        from kvfold.hub.checkpoint import saved_config
 
     limit = advice.parse_loss(LOSS if loss is None else loss)
     for name, value, legal in (

@@ -1,6 +1,7 @@
 """Shared parts of commands: loading, progress, records of what ran."""
 
 import dataclasses
+import gc
 import platform
 import subprocess
 import sys
@@ -31,6 +32,21 @@ if TYPE_CHECKING:
 Progress = Callable[[str, int, int], None]
 DEFAULT_CTX = 1024
 FIRST, EVERY = 10, 30  # seconds before the first and between further lines of progress in a log
+
+
+@contextmanager
+def fast_imports() -> Iterator[None]:
+    """Context manager for the first import of torch and transformers: pauses the garbage collector,
+    which would visit what they have created again and again. Later collections leave it out."""
+    if "torch" in sys.modules or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def quiet() -> None:

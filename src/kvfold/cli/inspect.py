@@ -47,7 +47,8 @@ def inspect(
     html
         File for a heat map of the ranks, and the singular values of a plan.
     """
-    from kvfold.maps.named import holds_maps
+    with common.fast_imports():
+        from kvfold.maps.named import holds_maps
 
     common.check_outputs(html=html)
     target = check_plan(recipe, keep, align, calibration)
