@@ -57,6 +57,7 @@ FLAGS = {  # settings of suites-qwen.json: flags of kvfold, times smaller
     "small-14x": ("`--recipe small --factor 14`", 14),
 }
 
+FP8 = "vLLM's `--kv-cache-dtype fp8`", 2
 QUESTIONS = {  # settings of questions-qwen.json, as FLAGS
     "bits-8": FLAGS["bits-8"],
     "bits-4": FLAGS["bits-4"],
@@ -70,6 +71,7 @@ QUESTIONS = {  # settings of questions-qwen.json, as FLAGS
     "small-10x": FLAGS["small-10x"],
     "palu-j": ("Palu J, half of the dimensions", 2),
     "zack": ("ZACK, half of the dimensions", 2),
+    "fp8": FP8,
 }
 
 EVICTED, EVICTED_4 = 28672 / 29120, 28672 / 7840  # with what pages store for eviction; in 4 bits
@@ -87,6 +89,7 @@ RULER = {  # settings of ruler-qwen-*.json, as FLAGS
     "kvzip-half-repair-bits-4-before": ("`kvzip` 1/2, repair, 4 bits", 2 * EVICTED_4),
     "kvzip-half-repair-bits-4-after": ("`kvzip` 1/2, repair, 4 bits, asked later", 2 * EVICTED_4),
     "kvzip-repair-bits-4-before": ("`kvzip` 1/4, repair, 4 bits", 4 * EVICTED_4),
+    "fp8": FP8,
 }
 
 
