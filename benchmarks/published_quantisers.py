@@ -106,7 +106,9 @@ class Oscar(Quantiser):
         return self._rotated(x, self.value_rotations[layer], VALUE_CLIP)
 
     def _rotated(self, x: Tensor, turn: Tensor, clip: float) -> Tensor:
-        y = x.float() @ turn
+        wide = torch.promote_types(x.dtype, torch.float32)
+        turn = turn.to(wide)
+        y = x.to(wide) @ turn
         most = y.abs().kthvalue(int(clip * y.shape[-1]) + 1, -1, keepdim=True).values
         return (uniform(y.clamp(-most, most), self.bits) @ turn.mT).to(x.dtype)
 
@@ -123,7 +125,7 @@ def uniform(x: Tensor, bits: int) -> Tensor:
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
     scale = (high - low).clamp(min=1e-8) / (2**bits - 1)
     codes = ((x - low) / scale + 0.5).floor().clamp(0, 2**bits - 1)
-    return codes * scale.half().float() + low.half().float()
+    return codes * scale.half().to(x) + low.half().to(x)
 
 
 class TurboQuant(Quantiser):
