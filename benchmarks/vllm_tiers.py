@@ -89,7 +89,7 @@ class Node:
             skip_tokenizer_init=True,
             dtype="float32" if options.shape == DRY else "bfloat16",
             max_model_len=longest,
-            max_num_seqs=4,
+            max_num_seqs=options.slots,
             max_num_batched_tokens=min(options.chunk, longest),
             gpu_memory_utilization=options.memory,
             enable_prefix_caching=True,
@@ -230,11 +230,11 @@ def serve_node(pipe: Any, folder: Path, path: Path, options: argparse.Namespace,
 
 
 @contextmanager
-def started(gpu: int, *args: Any) -> Iterator[Any]:
+def started(gpu: int, *args: Any, serve: Callable[..., None] = serve_node) -> Iterator[Any]:
     """Context manager: the pipe to a node in a process of its own, which sees one GPU."""
     context = get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=serve_node, args=(theirs, *args))
+    process = context.Process(target=serve, args=(theirs, *args))
     with patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": str(gpu)}):
         process.start()
     theirs.close()
@@ -335,6 +335,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=32768, help="of a prompt")
     parser.add_argument("--prompts", type=int, default=3)
     parser.add_argument("--chunk", type=int, default=8192, help="tokens of a step")
+    parser.add_argument("--slots", type=int, default=4, help="requests at once")
     parser.add_argument("--memory", type=float, default=0.85, help="share of the GPU's")
     parser.add_argument("--host", type=float, default=24, help="GiB of CPU memory for blocks")
     parser.add_argument("--queue", type=float, default=16, help="GiB that wait to be written")

@@ -225,13 +225,13 @@ def test_a_model_with_recurrent_states_is_refused(tmp_path: Path) -> None:
         served(path, {"bits": 8}, **disk(tmp_path / "kv"))
 
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "vllm_tiers.py"
+SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 
 
-def tiers(*arguments: str) -> subprocess.CompletedProcess:
+def tiers(*arguments: str, script: str = "vllm_tiers.py") -> subprocess.CompletedProcess:
     known = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     known = os.environ | known | {"CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(SCRIPT), *arguments]
+    command = [sys.executable, str(SCRIPTS / script), *arguments]
     return subprocess.run(command, env=known, capture_output=True, text=True)
 
 
@@ -256,3 +256,19 @@ def test_the_benchmark_with_a_tiny_model(tmp_path: Path) -> None:
     for row in measured["pair"]["rows"]:
         assert row["equal"] and row["loaded_bytes"] == 384 * measured["pair"]["token_bytes"]
     assert [x.name for x in tmp_path.iterdir()] == ["tiers.json"], "its files are gone"
+
+
+def test_the_load_of_a_pair_with_a_tiny_model(tmp_path: Path) -> None:
+    """Every request is answered, and the node that decodes restores what the other has stored."""
+    report = tmp_path / "load.json"
+    arguments = ["--shape", "tiny", "--tokens", "500", "--output", "8", "--slots", "8"]
+    arguments += ["--rates", "2", "--seconds", "5", "--memory", ".4"]
+    bounds = ["--first", "60", "--token", "60000", "--shared", str(tmp_path)]
+    done = tiers("bits-4", *arguments, *bounds, "--json", str(report), script="vllm_pair_load.py")
+    assert done.returncode == 0, done.stderr
+    rows = {x["arrangement"]: x for x in json.loads(report.read_text())["rows"]}
+    for row in rows.values():
+        assert row["in_time"] == row["answered"] == row["requests"] > 1
+        assert row["goodput"] == row["requests"] / 5
+    assert {name: x["cached_tokens"] for name, x in rows.items()} == {"pair": 384, "apart": 0}
+    assert [x.name for x in tmp_path.iterdir()] == ["load.json"], "its files are gone"

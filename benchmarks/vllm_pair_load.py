@@ -1,0 +1,240 @@
+"""Requests a second that two GPUs answer in time under vLLM: one that prefills and one that
+decodes, or two that do both.
+
+    python benchmarks/vllm_pair_load.py bits-4 --rates 3,4 --json pair-load-bits-4.json
+
+Requests come as a Poisson process, with prompts of --tokens tokens that share nothing and answers
+of --output. pair: GPU 0 computes a prompt and its first token and stores the blocks in --shared;
+once they are in files, GPU 1 restores them and decodes. apart: requests alternate between two GPUs.
+A request is in time if its first token comes within --first seconds and the others within --token
+milliseconds each, on average. `goodput`: those in time, by the seconds in which requests came.
+Rates are run upwards, until some requests are not answered within three times those seconds.
+
+KIND is as in vllm_speed.py. Weights are random. With --shape tiny it runs on a CPU.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from math import inf
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import vllm
+from vllm import SamplingParams
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.sampling_params import RequestOutputKind
+
+from vllm_speed import MAPS, WIDTHS, device, model_folder, write_config, write_maps
+from vllm_tiers import DRY, Node, Report, prompts_of, started, transfer_of
+
+ROLES = {"pair": ("kv_producer", "kv_consumer"), "apart": (None, None)}
+PATIENCE = 3  # times --seconds until a run is cut off
+
+
+def serve(
+    pipe: Any, folder: Path, path: Path, options: argparse.Namespace, role: str | None
+) -> None:
+    """A node: answers (name, prompt, number of tokens) that come through a pipe by lists of (name,
+    tokens that are new, tokens of the prompt that were not computed); a kv_producer says (name, 0,
+    0) when all blocks of the prompt are in files."""
+    transfer = transfer_of("pair", path, options, role) if role else None
+    engine = Node(folder, options, transfer).engine
+    worker: Any = get_kv_transfer_group().worker if transfer else None
+    unwritten = deque[tuple[str, int]]()  # names, and the bytes that are stored by then
+    pipe.send(device())
+    while True:
+        busy = engine.has_unfinished_requests() or unwritten
+        while pipe.poll(0 if busy else None):
+            name, prompt, new = pipe.recv()
+            wanted = SamplingParams(
+                temperature=0, max_tokens=new, ignore_eos=True, detokenize=False,
+                output_kind=RequestOutputKind.DELTA,
+            )  # fmt: skip
+            engine.add_request(name, {"prompt_token_ids": prompt}, wanted)
+            busy = True
+        found = []
+        for output in engine.step() if engine.has_unfinished_requests() else ():
+            new, cached = len(output.outputs[0].token_ids), output.num_cached_tokens or 0
+            found.append((output.request_id, new, cached))
+            if role == "kv_producer" and output.finished:
+                stored = worker.moved["stored_bytes"] + worker.queued_bytes
+                unwritten.append((output.request_id, stored))
+        while unwritten and (
+            not worker.queued_bytes or worker.moved["stored_bytes"] >= unwritten[0][1]
+        ):
+            found.append((unwritten.popleft()[0], 0, 0))
+        if found:
+            pipe.send(found)
+        elif unwritten:
+            time.sleep(0.001)
+
+
+@dataclass
+class Asked:
+    """A request: when it was due, its first and its last token, how many it has, and tokens of its
+    prompt that the node did not compute that answers."""
+
+    at: float
+    prompt: list[int]
+    first: float = inf
+    last: float = inf
+    tokens: int = 0
+    cached: int = 0
+
+    @property
+    def ms_per_token(self) -> float:
+        return (self.last - self.first) / (self.tokens - 1) * 1e3
+
+
+class Load:
+    """Requests that come at a rate, to two nodes."""
+
+    def __init__(self, nodes: list[Any], paired: bool, options: argparse.Namespace) -> None:
+        self.nodes, self.paired, self.options = nodes, paired, options
+
+    def run(self, rate: float) -> Report:
+        options, rng = self.options, random.Random(rate)
+        times, now = list[float](), rng.expovariate(rate)
+        while now < options.seconds:
+            times.append(now)
+            now += rng.expovariate(rate)
+        options.prompts = len(times)
+        prompts = prompts_of(options, seed=int(rate * 1000))[1:]
+        every = {f"{rate} {i}": Asked(*x) for i, x in enumerate(zip(times, prompts, strict=True))}
+        due, open_names = deque(every), set(every)
+        begin = time.perf_counter()
+        while open_names and (now := time.perf_counter() - begin) < PATIENCE * options.seconds:
+            while due and every[due[0]].at <= now:
+                name = due.popleft()
+                node = self.nodes[0 if self.paired else len(due) % 2]
+                node.send((name, every[name].prompt, 1 if self.paired else options.output))
+            left = max(0.0, every[due[0]].at - now) if due else 1.0
+            ready = wait(self.nodes, min(left, 1.0))
+            now = time.perf_counter() - begin
+            for number, node in enumerate(self.nodes):
+                for event in node.recv() if node in ready else ():
+                    self.heard(event, number == 0, every, now)
+            open_names = {x for x in open_names if every[x].tokens < options.output}
+        return self.row(rate, [*every.values()])
+
+    def heard(
+        self, event: tuple[str, int, int], first_node: bool, every: dict[str, Asked], now: float
+    ) -> None:
+        name, tokens, cached = event
+        if name not in every:
+            return  # of a run that was cut off
+        request = every[name]
+        request.first = min(request.first, now)
+        if self.paired and first_node:
+            if not tokens:
+                self.nodes[1].send((name, request.prompt, self.options.output))
+            return  # the second node gives the first token again
+        request.tokens += tokens
+        request.last, request.cached = now, cached
+
+    def row(self, rate: float, requests: list[Asked]) -> Report:
+        options = self.options
+        done = [x for x in requests if x.tokens >= options.output]
+        firsts = [x.first - x.at for x in requests if x.first < inf]
+        each = [x.ms_per_token for x in done]
+        in_time = sum(
+            x.first - x.at <= options.first and x.ms_per_token <= options.token for x in done
+        )
+        return {
+            "rate": rate,
+            "requests": len(requests),
+            "answered": len(done),
+            "in_time": in_time,
+            "goodput": in_time / options.seconds,
+            "first_s": statistics.median(firsts) if firsts else None,
+            "ms_per_token": statistics.median(each) if each else None,
+            "cached_tokens": statistics.median(x.cached for x in done) if done else None,
+        }
+
+
+@contextmanager
+def two_nodes(arrangement: str, *args: Any) -> Iterator[list[Any]]:
+    """Context manager: the pipes of two nodes that are ready."""
+    with ExitStack() as stack:
+        nodes = [
+            stack.enter_context(started(gpu, *args, role, serve=serve))
+            for gpu, role in enumerate(ROLES[arrangement])
+        ]
+        try:
+            for node in nodes:
+                node.recv()
+        except EOFError:
+            raise SystemExit("vllm_pair_load: an engine's process died, see above") from None
+        yield nodes
+
+
+def drop_blocks(path: Path) -> None:
+    """Free the memory of blocks that nobody will ask for again."""
+    for file in path.rglob("*"):
+        if file.is_file():
+            file.unlink(missing_ok=True)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("kind")
+    parser.add_argument("--arrangements", nargs="+", choices=ROLES, default=list(ROLES))
+    parser.add_argument("--rates", type=lambda x: [*map(float, x.split(","))], default=[3.0, 4.0])
+    parser.add_argument("--seconds", type=float, default=15, help="in which requests come")
+    parser.add_argument("--output", type=int, default=256, help="tokens of an answer")
+    parser.add_argument("--first", type=float, default=1.0, help="seconds to a first token")
+    parser.add_argument("--token", type=float, default=25.0, help="milliseconds of further ones")
+    parser.add_argument("--shape", default="llama-3.1-8b", choices=WIDTHS)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--tokens", type=int, default=8192, help="of a prompt")
+    parser.add_argument("--chunk", type=int, default=8192, help="tokens of a step")
+    parser.add_argument("--slots", type=int, default=64, help="requests at once")
+    parser.add_argument("--memory", type=float, default=0.85, help="share of each GPU's")
+    parser.add_argument("--queue", type=float, default=32, help="GiB that wait to be written")
+    parser.add_argument("--shared", type=Path, default=Path("/dev/shm"), help="of files")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
+    if torch.cuda.device_count() < 2 and options.shape != DRY:
+        raise SystemExit(f"vllm_pair_load needs two GPUs; without, try it with --shape {DRY}")
+    settings = {name: str(x) if isinstance(x, Path) else x for name, x in vars(options).items()}
+    versions = {"vllm": vllm.__version__, "torch": torch.__version__, "device": device()}
+    report: Report = {"benchmark": "pair load", "settings": settings, "versions": versions}
+    report["rows"] = []
+    with model_folder(options.kind) as folder:
+        config = write_config(folder / "model", options.shape, options.kind, options.layers)
+        if options.kind.startswith(MAPS):
+            write_maps(folder / "maps", options.kind, config)
+        for arrangement in options.arrangements:
+            with (
+                tempfile.TemporaryDirectory(prefix="kvfold-pair-", dir=options.shared) as path,
+                two_nodes(arrangement, folder, Path(path), options) as nodes,
+            ):
+                load = Load(nodes, arrangement == "pair", options)
+                load.run(1.0)  # compiles
+                for rate in options.rates:
+                    drop_blocks(Path(path))
+                    row = {"arrangement": arrangement} | load.run(rate)
+                    report["rows"].append(row)
+                    print(json.dumps(row), flush=True)
+                    if options.json:
+                        options.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+                    if row["answered"] < row["requests"]:
+                        break  # the others would wait for what is left of it
+
+
+if __name__ == "__main__":
+    main()
