@@ -34,10 +34,17 @@ def exact(q: Tensor, k: Tensor, v: Tensor, exist: Tensor) -> tuple[Tensor, Tenso
 @pytest.mark.parametrize("count", [64, 301])
 @pytest.mark.parametrize("widths", [(32, 32), (20, 36), (128, 128), (320, 320)])
 @pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("missing", [(), ("flash",), ("flash", "efficient")])
 def test_attention_gives_outputs_and_log_sum_exps(
-    masked: bool, widths: tuple[int, int], count: int
+    missing: tuple[str, ...],
+    masked: bool,
+    widths: tuple[int, int],
+    count: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of all entries, and of those that exist where some do not."""
+    """Of all entries, and of those that exist where some do not; also on GPUs that lack kernels."""
+    for name in missing:
+        monkeypatch.setattr(torch.backends.cuda, f"can_use_{name}_attention", lambda *_: False)
     q, k, v = rows(3, 70, count, *widths)
     exist = torch.ones(3, count, dtype=torch.bool, device=DEVICE)
     if masked:

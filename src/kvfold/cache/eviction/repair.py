@@ -21,7 +21,6 @@ WEIGHTS, KEYS, VALUES = 0.1, 0.01, 1.0  # ridges, as shares of the mean of the G
 MOST = 3.0  # log w is clipped to -MOST .. MOST
 SCORES = 2**26  # most attention scores computed at once (at least one head's)
 ABSENT = -3e4  # score of an entry that does not exist: its exponential is 0, and fp16 has it
-FLASH = 256  # most dimensions of a key that flash attention reads
 Product = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -68,7 +67,9 @@ def attend(
     that exist (None: all). A head without entries has any finite outputs.
     """
     if k.is_cuda and k.dtype.itemsize == 2 and softcap is None and k.shape[1]:
-        return _attend_fused(q, k, v, valid)
+        result = _attend_fused(q, k, v, valid)
+        if result is not None:
+            return result
     valid = torch.ones_like(k[..., 0], dtype=torch.bool) if valid is None else valid
     heads = max(1, SCORES // (q.shape[1] * k.shape[1]))
     chunks = (x.split(heads) for x in (q, k, v, valid))
@@ -156,19 +157,24 @@ def _attend(
     return scores.sub_(lse).exp_() @ v.float(), lse
 
 
-def _attend_fused(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-    m, dk, dv = q.shape[1], k.shape[-1], v.shape[-1]
+def _attend_fused(
+    q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None
+) -> tuple[Tensor, Tensor] | None:
+    """None if PyTorch has no kernel for them on this GPU."""
+    m, dv, bias = q.shape[1], v.shape[-1], None
     q, k, v = (aligned(x[None]) for x in (q, k, v))
-    if valid is None and dk == dv <= FLASH:
+    if valid is not None:
+        bias = torch.zeros_like(valid, dtype=k.dtype).masked_fill_(~valid, ABSENT)
+        bias = aligned(bias)[:, None, : k.shape[2]].expand(-1, m, -1)[None]
+    params = torch.backends.cuda.SDPAParams(q, k, v, bias, 0.0, False, False)
+    if bias is None and torch.backends.cuda.can_use_flash_attention(params):
         output, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, scale=1.0)
-    else:
-        bias = None
-        if valid is not None:
-            bias = torch.zeros_like(valid, dtype=k.dtype).masked_fill_(~valid, ABSENT)
-            bias = aligned(bias)[:, None, : k.shape[2]].expand(-1, m, -1)[None]
+    elif torch.backends.cuda.can_use_efficient_attention(params):
         output, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
             q, k, v, bias, True, scale=1.0
         )
+    else:
+        return None
     return output[0, ..., :dv], lse[0, :, :m, None]
 
 
