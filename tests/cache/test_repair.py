@@ -12,7 +12,7 @@ from fuzz_cases import same_up_to_rounding
 from kvfold import LLM, CacheParams, SamplingParams
 from kvfold.attention.metadata import PoolView
 from kvfold.cache.eviction import repair as fits
-from kvfold.cache.eviction.repair import KEYS, MOST, VALUES, WEIGHTS, fit_to_attention, ridge_solve
+from kvfold.cache.eviction.repair import KEYS, MOST, VALUES, WEIGHTS, ridge_solve
 from kvfold.config import CacheConfig
 from kvfold.engine.runner import repair
 from kvfold.engine.runner.build import build_runner
@@ -23,6 +23,7 @@ from kvfold.ops.common.attention import attention, capped, rotate
 from kvfold.utils.errors import SettingError
 from models import CONFIGS, tiny, tokens
 from paged_eviction_cases import survivors
+from repair_cases import fit_to_attention
 from steps import logits_of
 from tolerance import logit_rounding
 

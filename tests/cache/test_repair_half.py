@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from kvfold.cache.eviction import repair
-from kvfold.cache.eviction.repair import WEIGHTS, attend, fit_to_attention
+from kvfold.cache.eviction.repair import WEIGHTS, attend
+from repair_cases import fit_to_attention
 from store_cases import DEVICE
 
 pytestmark = pytest.mark.gpu

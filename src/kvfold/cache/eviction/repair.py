@@ -10,7 +10,6 @@ of matrices are in TF32, which holds such numbers exactly. Systems of equations 
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,39 +21,6 @@ MOST = 3.0  # log w is clipped to -MOST .. MOST
 SCORES = 2**26  # most attention scores computed at once (at least one head's)
 ABSENT = -3e4  # score of an entry that does not exist: its exponential is 0, and fp16 has it
 Product = Callable[[Tensor, Tensor], Tensor]
-
-
-class FittedEntries(NamedTuple):
-    """The remaining entries of each head, in order: places int64 [H, S], their indices among the T
-    entries; inside bool [H, S], False after a head's last one; keys fp32 [H, S, dk], values fp32
-    [H, S, dv]."""
-
-    places: Tensor
-    inside: Tensor
-    keys: Tensor
-    values: Tensor
-
-
-def fit_to_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    valid: Tensor,
-    stays: Tensor,
-    most: int,
-    softcap: float | None = None,
-) -> FittedEntries:
-    """Fit the remaining entries so that these queries attend to them as they did to all entries.
-
-    q [H, m, dk], scaled; k [H, T, dk], v [H, T, dv]: valid bool [H, T] marks entries that exist,
-    `stays` bool [H, T] those that remain; most: S.
-    """
-    q = q.to(k.dtype)
-    target, lse = attend(q, k, v, valid, softcap)
-    places = (~stays).byte().argsort(dim=-1, stable=True)[:, :most]
-    inside = stays.gather(1, places)
-    k, v = (x.take_along_dim(places[..., None], 1) for x in (k, v))
-    return FittedEntries(places, inside, *fit(q, k, v, inside, target, lse, softcap))
 
 
 def attend(
