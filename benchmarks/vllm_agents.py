@@ -40,20 +40,17 @@ from typing import Any
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 import vllm
-from vllm import LLM, SamplingParams
-from vllm.sampling_params import RequestOutputKind
+from vllm import LLM
 
 from kvfold.bench.synthetic_engine import WIDTHS
 from vllm_speed import (
-    MAPS,
     as_read,
     cache_options,
     capacity,
     device,
+    greedy,
     model_folder,
     scribble,
-    write_config,
-    write_maps,
 )
 
 JOINING = 4  # sessions that read their first context at the same time
@@ -149,13 +146,9 @@ class Agents:
 
     def _send(self, session: Session) -> None:
         answer = self.ask(session)
-        wanted = SamplingParams(
-            temperature=0, max_tokens=answer, ignore_eos=True, detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )  # fmt: skip
         self.sent += 1
         name = str(self.sent)
-        self.engine.add_request(name, {"prompt_token_ids": session.context}, wanted)
+        self.engine.add_request(name, {"prompt_token_ids": session.context}, greedy(answer))
         assert session.due is not None
         turn = Turn(session, session.due, len(session.context), counted=session.turns > 0)
         self.running[name], session.due = turn, None
@@ -311,12 +304,8 @@ def main() -> None:
     def out_of_time() -> bool:
         return time.perf_counter() - begin > options.limit
 
-    with model_folder(options.kind) as folder:
-        model, maps = folder / "model", folder / "maps"
-        config = write_config(model, options.shape, options.kind, options.layers)
-        if options.kind.startswith(MAPS):
-            write_maps(maps, options.kind, config)
-        llm = engine(model, maps, options)
+    with model_folder(options.kind, options.shape, options.layers) as folder:
+        llm = engine(folder / "model", folder / "maps", options)
     if options.filled:
         llm.collective_rpc(scribble)
     settings = {name: x for name, x in vars(options).items() if name != "json"}

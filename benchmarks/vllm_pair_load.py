@@ -30,11 +30,9 @@ from typing import Any
 
 import torch
 import vllm
-from vllm import SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
-from vllm.sampling_params import RequestOutputKind
 
-from vllm_speed import MAPS, WIDTHS, device, model_folder, write_config, write_maps
+from vllm_speed import WIDTHS, device, greedy, model_folder
 from vllm_tiers import DRY, Node, Report, prompts_of, started, transfer_of
 
 ROLES = {"pair": ("kv_producer", "kv_consumer"), "apart": (None, None)}
@@ -56,11 +54,7 @@ def serve(
         busy = engine.has_unfinished_requests() or unwritten
         while pipe.poll(0 if busy else None):
             name, prompt, new = pipe.recv()
-            wanted = SamplingParams(
-                temperature=0, max_tokens=new, ignore_eos=True, detokenize=False,
-                output_kind=RequestOutputKind.DELTA,
-            )  # fmt: skip
-            engine.add_request(name, {"prompt_token_ids": prompt}, wanted)
+            engine.add_request(name, {"prompt_token_ids": prompt}, greedy(new))
             busy = True
         found = []
         for output in engine.step() if engine.has_unfinished_requests() else ():
@@ -214,10 +208,7 @@ def main() -> None:
     versions = {"vllm": vllm.__version__, "torch": torch.__version__, "device": device()}
     report: Report = {"benchmark": "pair load", "settings": settings, "versions": versions}
     report["rows"] = []
-    with model_folder(options.kind) as folder:
-        config = write_config(folder / "model", options.shape, options.kind, options.layers)
-        if options.kind.startswith(MAPS):
-            write_maps(folder / "maps", options.kind, config)
+    with model_folder(options.kind, options.shape, options.layers) as folder:
         for arrangement in options.arrangements:
             with (
                 tempfile.TemporaryDirectory(prefix="kvfold-pair-", dir=options.shared) as path,

@@ -154,6 +154,14 @@ def engine(folder: Path, given: argparse.Namespace, maps: Path) -> LLM:
     )
 
 
+def greedy(new: int) -> SamplingParams:
+    """So many tokens, each reported in its step."""
+    return SamplingParams(
+        temperature=0, max_tokens=new, ignore_eos=True, detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )  # fmt: skip
+
+
 class Clock:
     """An engine's steps, one at a time."""
 
@@ -168,12 +176,8 @@ class Clock:
         return self.send(self.prompt(tokens), new)
 
     def send(self, prompt: list[int], new: int) -> str:
-        wanted = SamplingParams(
-            temperature=0, max_tokens=new, ignore_eos=True, detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )  # fmt: skip
         self.asked += 1
-        self.engine.add_request(str(self.asked), {"prompt_token_ids": prompt}, wanted)
+        self.engine.add_request(str(self.asked), {"prompt_token_ids": prompt}, greedy(new))
         return str(self.asked)
 
     def step(self) -> dict[str, int]:
@@ -369,13 +373,16 @@ def capacity(llm: LLM) -> tuple[int, float]:
 
 
 @contextmanager
-def model_folder(kind: str) -> Iterator[Path]:
-    """Context manager: an empty folder for a model, the same for every run, as vLLM keeps what it
-    compiles by the model's folder."""
+def model_folder(kind: str, shape: str, layers: int | None) -> Iterator[Path]:
+    """Context manager: a folder with `model`, and `maps` if the KIND has some; the same for every
+    run, as vLLM keeps what it compiles by the model's folder."""
     folder = Path(tempfile.gettempdir()) / f"kvfold-{kind}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     try:
+        config = write_config(folder / "model", shape, kind, layers)
+        if kind.startswith(MAPS):
+            write_maps(folder / "maps", kind, config)
         yield folder
     finally:
         shutil.rmtree(folder)
@@ -387,13 +394,10 @@ def device() -> str:
 
 def measure(given: argparse.Namespace, say: Say) -> None:
     begun = time.perf_counter()
-    with model_folder(given.kind) as folder:
-        model, maps = folder / "model", folder / "maps"
-        config = write_config(model, given.shape, given.kind, given.layers)
-        if given.kind.startswith(MAPS):
-            write_maps(maps, given.kind, config)
+    with model_folder(given.kind, given.shape, given.layers) as folder:
+        maps = folder / "maps"
         sidecar = sum(x.stat().st_size for x in maps.glob("*"))
-        llm = engine(model, given, maps)
+        llm = engine(folder / "model", given, maps)
     fit, each = capacity(llm)
     start = time.perf_counter() - begun
     about = {"tokens": fit, "token_bytes": each, "start_s": start, "maps_bytes": sidecar}

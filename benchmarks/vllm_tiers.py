@@ -43,9 +43,8 @@ os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 import torch
 import vllm
-from vllm import LLM, SamplingParams
+from vllm import LLM
 from vllm.distributed.kv_transfer import get_kv_transfer_group
-from vllm.sampling_params import RequestOutputKind
 
 from kvfold.bench.synthetic_engine import WIDTHS
 from kvfold.maps.sidecar import Sidecar
@@ -55,9 +54,8 @@ from vllm_speed import (
     cache_options,
     capacity,
     device,
+    greedy,
     model_folder,
-    write_config,
-    write_maps,
 )
 
 TIERS = ("gpu", "cpu", "disk", "pair")
@@ -102,13 +100,9 @@ class Node:
 
     def ask(self, prompt: list[int], new: int = NEW) -> Answer:
         """Answer a prompt, greedily."""
-        wanted = SamplingParams(
-            temperature=0, max_tokens=new, ignore_eos=True, detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )  # fmt: skip
         self.count += 1
         answer, begin = Answer(), time.perf_counter()
-        self.engine.add_request(str(self.count), {"prompt_token_ids": prompt}, wanted)
+        self.engine.add_request(str(self.count), {"prompt_token_ids": prompt}, greedy(new))
         while self.engine.has_unfinished_requests():
             for output in self.engine.step():
                 tokens = [x for part in output.outputs for x in part.token_ids]
@@ -352,10 +346,7 @@ def main() -> None:
     settings = {name: str(x) if isinstance(x, Path) else x for name, x in vars(options).items()}
     versions = {"vllm": vllm.__version__, "torch": torch.__version__}
     report: Report = {"benchmark": "tiers", "settings": settings, "versions": versions, "tiers": {}}
-    with model_folder(options.kind) as folder:
-        config = write_config(folder / "model", options.shape, options.kind, options.layers)
-        if options.kind.startswith(MAPS):
-            write_maps(folder / "maps", options.kind, config)
+    with model_folder(options.kind, options.shape, options.layers) as folder:
         for tier in options.tiers:
             if time.perf_counter() - begin > options.limit:
                 report.setdefault("left_out", []).append(tier)
