@@ -5,12 +5,12 @@
         --suites HumanEval.jsonl.gz gsm8k-test.jsonl
 
 A setting is compressed once, into a folder of its own: a folded checkpoint, or with `maps-` before
-its name maps beside the weights. Then in float32 its nats a token on every
-text (windows of 2048 tokens) and hidden facts at 512 to 4096 tokens; in bfloat16 HumanEval and
-GSM8K through `kvfold.LLM`, or vLLM with --engine vllm, 64 at a time; and with --steps BATCH CONTEXT
-the median decode step. One JSON file a setting, in --folder, written as it is measured: several
-processes may share a GPU, each with settings of its own. --ties says, once both engines have
-answered, how far apart the two tokens were where their answers first differ.
+its name maps beside the weights. Then in float32 its nats a token on every text (windows of 2048
+tokens) and hidden facts at 512 to 4096 tokens; in bfloat16 HumanEval and GSM8K through
+`kvfold.LLM`, or vLLM with --engine vllm, 64 at a time; and with --steps BATCH CONTEXT the median
+decode step. One JSON file a setting, in --folder, written as it is measured: several processes may
+share a GPU, each with settings of its own. --ties says, once both engines have answered, how far
+apart the two tokens were where their answers first differ.
 """
 
 import argparse
