@@ -8,7 +8,10 @@ of --output. pair: GPU 0 computes a prompt and its first token and stores the bl
 once they are in files, GPU 1 restores them and decodes. apart: requests alternate between two GPUs.
 A request is in time if its first token comes within --first seconds and the others within --token
 milliseconds each, on average. `goodput`: those in time, by the seconds in which requests came.
-Rates are run upwards, until some requests are not answered within three times those seconds.
+Rates are run upwards, until some requests are not answered 40 seconds after those.
+
+Engines of both arrangements start side by side, and share the GPUs' memory; one arrangement runs
+at a time, while the other's engines wait.
 
 KIND is as in vllm_speed.py. Weights are random. With --shape tiny it runs on a CPU.
 """
@@ -36,7 +39,8 @@ from vllm_speed import WIDTHS, device, greedy, model_folder
 from vllm_tiers import DRY, Node, Report, prompts_of, started, transfer_of
 
 ROLES = {"pair": ("kv_producer", "kv_consumer"), "apart": (None, None)}
-PATIENCE = 3  # times --seconds until a run is cut off
+PATIENCE = 40.0  # seconds after the last request came, until a run is cut off
+WARM_UP = 1.9, 4.0  # a rate and seconds, in which kernels are compiled; of other prompts
 
 
 def serve(
@@ -96,10 +100,10 @@ class Load:
     def __init__(self, nodes: list[Any], paired: bool, options: argparse.Namespace) -> None:
         self.nodes, self.paired, self.options = nodes, paired, options
 
-    def run(self, rate: float) -> Report:
+    def run(self, rate: float, seconds: float) -> Report:
         options, rng = self.options, random.Random(rate)
         times, now = list[float](), rng.expovariate(rate)
-        while now < options.seconds:
+        while now < seconds:
             times.append(now)
             now += rng.expovariate(rate)
         options.prompts = len(times)
@@ -107,7 +111,7 @@ class Load:
         every = {f"{rate} {i}": Asked(*x) for i, x in enumerate(zip(times, prompts, strict=True))}
         due, open_names = deque(every), set(every)
         begin = time.perf_counter()
-        while open_names and (now := time.perf_counter() - begin) < PATIENCE * options.seconds:
+        while open_names and (now := time.perf_counter() - begin) < seconds + PATIENCE:
             while due and every[due[0]].at <= now:
                 name = due.popleft()
                 node = self.nodes[0 if self.paired else len(due) % 2]
@@ -119,7 +123,7 @@ class Load:
                 for event in node.recv() if node in ready else ():
                     self.heard(event, number == 0, every, now)
             open_names = {x for x in open_names if every[x].tokens < options.output}
-        return self.row(rate, [*every.values()])
+        return self.row(rate, seconds, [*every.values()])
 
     def heard(
         self, event: tuple[str, int, int], first_node: bool, every: dict[str, Asked], now: float
@@ -136,7 +140,7 @@ class Load:
         request.tokens += tokens
         request.last, request.cached = now, cached
 
-    def row(self, rate: float, requests: list[Asked]) -> Report:
+    def row(self, rate: float, seconds: float, requests: list[Asked]) -> Report:
         options = self.options
         done = [x for x in requests if x.tokens >= options.output]
         firsts = [x.first - x.at for x in requests if x.first < inf]
@@ -149,7 +153,7 @@ class Load:
             "requests": len(requests),
             "answered": len(done),
             "in_time": in_time,
-            "goodput": in_time / options.seconds,
+            "goodput": in_time / seconds,
             "first_s": statistics.median(firsts) if firsts else None,
             "ms_per_token": statistics.median(each) if each else None,
             "cached_tokens": statistics.median(x.cached for x in done) if done else None,
@@ -157,19 +161,28 @@ class Load:
 
 
 @contextmanager
-def two_nodes(arrangement: str, *args: Any) -> Iterator[list[Any]]:
-    """Context manager: the pipes of two nodes that are ready."""
+def ready_nodes(
+    folder: Path, options: argparse.Namespace
+) -> Iterator[dict[str, tuple[Path, list[Any]]]]:
+    """Context manager: for each arrangement, the folder of its blocks and the pipes of its two
+    nodes, all of them ready."""
     with ExitStack() as stack:
-        nodes = [
-            stack.enter_context(started(gpu, *args, role, serve=serve))
-            for gpu, role in enumerate(ROLES[arrangement])
-        ]
+        found = dict[str, tuple[Path, list[Any]]]()
+        for arrangement in options.arrangements:
+            files = tempfile.TemporaryDirectory(prefix="kvfold-pair-", dir=options.shared)
+            path = Path(stack.enter_context(files))
+            nodes = [
+                stack.enter_context(started(gpu, folder, path, options, role, serve=serve))
+                for gpu, role in enumerate(ROLES[arrangement])
+            ]
+            found[arrangement] = path, nodes
         try:
-            for node in nodes:
-                node.recv()
+            for _, nodes in found.values():
+                for node in nodes:
+                    node.recv()
         except EOFError:
             raise SystemExit("vllm_pair_load: an engine's process died, see above") from None
-        yield nodes
+        yield found
 
 
 def drop_blocks(path: Path) -> None:
@@ -193,7 +206,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=8192, help="of a prompt")
     parser.add_argument("--chunk", type=int, default=8192, help="tokens of a step")
     parser.add_argument("--slots", type=int, default=64, help="requests at once")
-    parser.add_argument("--memory", type=float, default=0.85, help="share of each GPU's")
+    parser.add_argument("--memory", type=float, default=0.42, help="share of a GPU's, an engine")
+    parser.add_argument("--kv", type=float, default=40, help="gigabytes of each engine's cache")
     parser.add_argument("--queue", type=float, default=32, help="GiB that wait to be written")
     parser.add_argument("--shared", type=Path, default=Path("/dev/shm"), help="of files")
     parser.add_argument("--json", type=Path)
@@ -208,23 +222,22 @@ def main() -> None:
     versions = {"vllm": vllm.__version__, "torch": torch.__version__, "device": device()}
     report: Report = {"benchmark": "pair load", "settings": settings, "versions": versions}
     report["rows"] = []
-    with model_folder(options.kind, options.shape, options.layers) as folder:
-        for arrangement in options.arrangements:
-            with (
-                tempfile.TemporaryDirectory(prefix="kvfold-pair-", dir=options.shared) as path,
-                two_nodes(arrangement, folder, Path(path), options) as nodes,
-            ):
-                load = Load(nodes, arrangement == "pair", options)
-                load.run(1.0)  # compiles
-                for rate in options.rates:
-                    drop_blocks(Path(path))
-                    row = {"arrangement": arrangement} | load.run(rate)
-                    report["rows"].append(row)
-                    print(json.dumps(row), flush=True)
-                    if options.json:
-                        options.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
-                    if row["answered"] < row["requests"]:
-                        break  # the others would wait for what is left of it
+    with (
+        model_folder(options.kind, options.shape, options.layers) as folder,
+        ready_nodes(folder, options) as ready,
+    ):
+        for arrangement, (path, nodes) in ready.items():
+            load = Load(nodes, arrangement == "pair", options)
+            load.run(*WARM_UP)
+            for rate in options.rates:
+                drop_blocks(path)
+                row = {"arrangement": arrangement} | load.run(rate, options.seconds)
+                report["rows"].append(row)
+                print(json.dumps(row), flush=True)
+                if options.json:
+                    options.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+                if row["answered"] < row["requests"]:
+                    break  # the others would wait for what is left of it
 
 
 if __name__ == "__main__":

@@ -80,7 +80,11 @@ class Node:
         if options.kind.startswith(MAPS):
             patch.object(Sidecar, "check_base", lambda *_: None).start()
         longest = options.tokens + 1024
-        dry: dict[str, Any] = {"num_gpu_blocks_override": 256, "enforce_eager": True}
+        size: dict[str, Any] = {}
+        if options.shape == DRY:
+            size = {"num_gpu_blocks_override": 256, "enforce_eager": True}
+        elif options.kv:
+            size = {"kv_cache_memory_bytes": int(options.kv * 1e9)}
         self.llm = LLM(
             str(folder / "model"),
             load_format="dummy",
@@ -93,7 +97,7 @@ class Node:
             enable_prefix_caching=True,
             seed=0,
             **cache_options(options.kind, folder / "maps"),
-            **(dry if options.shape == DRY else {}),
+            **size,
             **({"kv_transfer_config": transfer} if transfer else {}),
         )
         self.engine, self.count = self.llm.llm_engine, 0
@@ -331,6 +335,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--chunk", type=int, default=8192, help="tokens of a step")
     parser.add_argument("--slots", type=int, default=4, help="requests at once")
     parser.add_argument("--memory", type=float, default=0.85, help="share of the GPU's")
+    parser.add_argument("--kv", type=float, help="gigabytes of cache; by default the rest of it")
     parser.add_argument("--host", type=float, default=24, help="GiB of CPU memory for blocks")
     parser.add_argument("--queue", type=float, default=16, help="GiB that wait to be written")
     parser.add_argument("--folder", type=Path, help="of files (default: a temporary folder)")
