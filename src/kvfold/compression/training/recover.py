@@ -21,6 +21,7 @@ from kvfold.models.adapter import Family, HFAttention
 from kvfold.utils.progress import Report
 
 BATCH = 16  # windows per step
+AT_ONCE = 8192  # tokens whose activations exist at a time: of 1.5 billion weights some 28 GB
 PASSES = 4  # over the text; more of them give a warning
 RATE = 0.012  # learning rate, relative to a map's rms, times the root of the first step's loss
 _STACKS = {"key_up": "key_latents", "key_down": "key_latents", "value_up": "value_latents"}
@@ -60,7 +61,7 @@ def recover(
             spec,
             batches_of(windows, BATCH, steps, seed),
             steps,
-            at_once=BATCH,
+            at_once=max(1, AT_ONCE // windows.shape[1]),
             way_out=", and the maps with it: load the model again, and compress it without recovery"
             " or keep more of the cache",
             progress=progress,
