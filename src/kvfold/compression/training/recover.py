@@ -21,7 +21,7 @@ from kvfold.models.adapter import Family, HFAttention
 from kvfold.utils.progress import Report
 
 BATCH = 16  # windows per step
-AT_ONCE = 8192  # tokens whose activations exist at a time: of 1.5 billion weights some 28 GB
+AT_ONCE = 8192  # tokens whose activations exist at a time
 PASSES = 4  # over the text; more of them give a warning
 RATE = 0.012  # learning rate, relative to a map's rms, times the root of the first step's loss
 _STACKS = {"key_up": "key_latents", "key_down": "key_latents", "value_up": "value_latents"}
