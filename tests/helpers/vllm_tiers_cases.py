@@ -3,12 +3,16 @@ one after another, each in a process of its own."""
 
 import logging
 import os
+import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from typing import Any
 
 import torch
 
-from kvfold.vllm_plugin.connectors import DISK_CONNECTOR
+from forks import forked
+from kvfold.vllm_plugin.connectors import DISK_CONNECTOR, NIXL_CONNECTOR
 
 OPTIONS = {
     "dtype": "float32", "enforce_eager": True, "max_model_len": 256, "max_num_seqs": 4,
@@ -20,8 +24,8 @@ NEW = 16  # tokens
 
 @dataclass
 class Asked:
-    """Of every prompt: new tokens, and tokens that were cached; messages of kvfold's log, bytes
-    and blocks that moved."""
+    """Of every prompt: new tokens, and tokens that were cached; messages of kvfold's log (with
+    NIXL: of vLLM's errors), bytes and blocks that moved."""
 
     tokens: list[list[int]] = field(default_factory=list)
     cached: list[int] = field(default_factory=list)
@@ -39,6 +43,13 @@ def transfer(name: str, role: str = "kv_both", **extra: Any) -> dict[str, Any]:
     """The engine's argument for a connector."""
     config = {"kv_connector": name, "kv_role": role, "kv_connector_extra_config": extra}
     return {"kv_transfer_config": config}
+
+
+def nixl(role: str, name: str = NIXL_CONNECTOR, **more: Any) -> dict[str, Any]:
+    """The engine's argument for a connector that copies blocks, of a server on a CPU."""
+    config = {"kv_connector": name, "kv_role": role, "kv_buffer_device": "cpu"} | more
+    extra = {"kv_lease_duration": 3600}
+    return {"kv_transfer_config": config | {"kv_connector_extra_config": extra}}
 
 
 def ask(model: str, prompts: list[list[int]], options: dict, again: bool = False) -> Asked:
@@ -69,6 +80,74 @@ def ask(model: str, prompts: list[list[int]], options: dict, again: bool = False
     finally:
         llm.llm_engine.engine_core.shutdown()
     return answers
+
+
+def copied(models: Sequence[str], prompts: list[list[int]], options: Sequence[dict]) -> Asked:
+    """What an engine answers that copies the prompts' blocks from another one. models, options: of
+    the engine that computes the prompts, and of the one that answers."""
+    context = get_context("fork")
+    ours, theirs = context.Pipe()
+    other = context.Process(target=_prefill, args=(theirs, models[0], prompts, options[0]))
+    other.start()
+    theirs.close()
+    try:
+        parameters = ours.recv()
+        return forked(_fetch, models[1], prompts, parameters, options[1])
+    finally:
+        other.kill()
+        other.join()
+
+
+def _prefill(pipe: Any, model: str, prompts: list[list[int]], options: dict) -> None:
+    """Compute prompts, say how their blocks are fetched, and keep them."""
+    try:
+        engine = _nixl_engine(model, options)
+        wanted = {"do_remote_decode": True, "do_remote_prefill": False}
+        pipe.send([_answer(engine, x, wanted, 1).kv_transfer_params for x in prompts])
+        pipe.recv()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def _fetch(model: str, prompts: list[list[int]], parameters: list[dict], options: dict) -> Asked:
+    answers = Asked()
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            error = (record.exc_info or (None, None))[1]
+            answers.log.append(str(error or record.getMessage()))
+
+    engine = _nixl_engine(model, options)
+    logging.getLogger("vllm").addHandler(Handler(logging.ERROR))
+    for prompt, wanted in zip(prompts, parameters, strict=True):
+        wanted.pop("remote_prefill_cached_tokens", None)  # else `num_cached_tokens` shows it
+        output = _answer(engine, prompt, wanted, NEW)
+        answers.tokens.append(list(output.outputs[0].token_ids))
+        answers.cached.append(output.num_cached_tokens)
+    return answers
+
+
+def _nixl_engine(model: str, options: dict) -> Any:
+    role = options["kv_transfer_config"]["kv_role"]
+    # Below those that Linux gives to anybody, and another one in each process of the tests.
+    port = 10000 + os.getppid() % 10000 * 2 + (role == "kv_consumer")
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
+    from vllm import LLM
+
+    return LLM(model, **options)
+
+
+def _answer(engine: Any, prompt: list[int], parameters: dict, new: int) -> Any:
+    from vllm import SamplingParams
+
+    wanted = SamplingParams(
+        temperature=0, max_tokens=new, ignore_eos=True, detokenize=False,
+        extra_args={"kv_transfer_params": parameters},
+    )  # fmt: skip
+    (output,) = engine.generate([{"prompt_token_ids": prompt}], wanted, use_tqdm=False)
+    return output
 
 
 def moved() -> dict[str, int]:

@@ -19,7 +19,12 @@ import torch
 
 from kvfold.vllm_plugin import block_files
 from kvfold.vllm_plugin.block_files import BlockFiles, DamagedBlock, block_keys
-from kvfold.vllm_plugin.connectors import check_connectors, check_disk_connector
+from kvfold.vllm_plugin.connectors import (
+    check_connectors,
+    check_disk_connector,
+    check_nixl_connector,
+    check_own_connectors,
+)
 from kvfold.vllm_plugin.disk_scheduler import BlockTransfer, DiskScheduler
 from kvfold.vllm_plugin.disk_worker import DiskWorker
 from kvfold.vllm_plugin.fingerprint import model_digest, named_tensors, tensors_digest
@@ -448,6 +453,7 @@ def a_config(name: str | None, module: str | None = None, policy: str = "fail", 
         kv_connector_module_path=module,
         kv_connector_extra_config=extra,
         kv_load_failure_policy=policy,
+        kv_buffer_device="cuda",
     )
     parallel = SimpleNamespace(
         pipeline_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1
@@ -456,6 +462,7 @@ def a_config(name: str | None, module: str | None = None, policy: str = "fail", 
         kv_transfer_config=transfer,
         parallel_config=parallel,
         model_config=SimpleNamespace(is_hybrid=False),
+        device_config=SimpleNamespace(device_type="cuda"),
     )
 
 
@@ -470,6 +477,7 @@ DISK = {"kv_connector": "KVFoldDiskConnector"}
         a_config(None),
         a_config("KVFoldDiskConnector", path="/x"),
         a_config("KVFoldDiskConnector", "kvfold.vllm_plugin.disk_connector", path="/x"),
+        a_config("KVFoldNixlConnector"),
         a_config("OffloadingConnector", cpu_bytes_to_use=1),
         a_config("OffloadingConnector", spec_name="TieringOffloadingSpec", cpu_bytes_to_use=1),
         a_config("SimpleCPUOffloadConnector"),
@@ -486,7 +494,9 @@ def test_safe_connectors_are_allowed(config) -> None:
         (a_config("ExampleConnector"), "ExampleConnector"),
         (a_config("LMCacheConnectorV1"), "LMCacheConnectorV1"),
         (a_config("NixlConnector"), "NixlConnector"),
+        (a_config("NixlPushConnector"), "NixlPushConnector"),
         (a_config("KVFoldDiskConnector", "other.module"), "KVFoldDiskConnector"),
+        (a_config("KVFoldNixlConnector", "other.module"), "KVFoldNixlConnector"),
         (a_config("OffloadingConnector", "other.module"), "OffloadingConnector"),
         (a_config("OffloadingConnector", spec_name="Mine", spec_module_path="x"), "spec_name Mine"),
         (
@@ -520,8 +530,24 @@ def test_damaged_blocks_must_not_fail_requests() -> None:
         ("parallel_config", "decode_context_parallel_size", 2, "context parallelism"),
     ],
 )
-def test_servers_whose_blocks_are_not_stored(part, field, value, message) -> None:
-    config = a_config("KVFoldDiskConnector")
+@pytest.mark.parametrize("name", ["KVFoldDiskConnector", "KVFoldNixlConnector"])
+def test_servers_whose_blocks_do_not_move(part, field, value, message, name) -> None:
+    config = a_config(name)
+    assert check_own_connectors(config)
     setattr(getattr(config, part), field, value)
-    with pytest.raises(ValueError, match=f"KVFoldDiskConnector: .*{message}"):
-        check_disk_connector(config)
+    with pytest.raises(ValueError, match=f"{name}: .*{message}"):
+        check_own_connectors(config)
+
+
+def test_nixl_compares_fingerprints_and_copies_blocks_from_where_they_are() -> None:
+    check_nixl_connector(a_config("KVFoldNixlConnector"))
+    with pytest.raises(ValueError, match="enforce_handshake_compat must be true"):
+        check_nixl_connector(a_config("KVFoldNixlConnector", enforce_handshake_compat=False))
+    config = a_config("MultiConnector", connectors=[{"kv_connector": "KVFoldNixlConnector"}])
+    with pytest.raises(ValueError, match="not tried in a MultiConnector"):
+        check_own_connectors(config)
+    config = a_config("KVFoldNixlConnector")
+    config.kv_transfer_config.kv_buffer_device = "cpu"
+    with pytest.raises(ValueError, match='must be "cuda"; got "cpu"'):
+        check_nixl_connector(config)
+    assert not check_own_connectors(a_config("OffloadingConnector"))

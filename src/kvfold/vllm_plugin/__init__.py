@@ -20,8 +20,8 @@ ARCHITECTURES = {
 
 
 def register() -> None:
-    """Register kvfold's checkpoint format, model classes, attention backend and KV connector with
-    vLLM. May be called more than once.
+    """Register kvfold's checkpoint format, model classes, attention backend and KV connectors
+    with vLLM. May be called more than once.
 
     They are imported only when a server uses them.
 
@@ -36,7 +36,7 @@ def register() -> None:
     from vllm.model_executor.models import ModelRegistry
     from vllm.v1.attention.backends.registry import register_backend
 
-    from kvfold.vllm_plugin.connectors import DISK_CONNECTOR, MODULE
+    from kvfold.vllm_plugin.connectors import MODULES
     from kvfold.vllm_plugin.loading import wrap_loaders
     from kvfold.vllm_plugin.quantization import KVFoldQuantization
 
@@ -44,6 +44,7 @@ def register() -> None:
     register_backend("KVFOLD", "kvfold.vllm_plugin.backend.KVFoldBackend")
     for name in ARCHITECTURES.values():
         ModelRegistry.register_model(name, f"kvfold.vllm_plugin.models:{name}")
-    if DISK_CONNECTOR not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector(DISK_CONNECTOR, MODULE, DISK_CONNECTOR)
+    for name, module in MODULES.items():
+        if name not in KVConnectorFactory._registry:
+            KVConnectorFactory.register_connector(name, module, name)
     wrap_loaders()

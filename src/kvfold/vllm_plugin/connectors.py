@@ -2,17 +2,23 @@
 
 Most connectors find blocks by their tokens and the model's name. Blocks written with other maps or
 bits have the same tokens and name, so another server would read them as its own and answer with
-wrong tokens. Allowed are connectors whose blocks stay inside the server, and kvfold's own.
+wrong tokens. Allowed are connectors whose blocks stay inside the server, and kvfold's own, which
+compare a fingerprint of the cache.
 """
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 DISK_CONNECTOR = "KVFoldDiskConnector"
-MODULE = "kvfold.vllm_plugin.disk_connector"
+NIXL_CONNECTOR = "KVFoldNixlConnector"
+# kvfold's own connectors, and their modules.
+MODULES = {
+    DISK_CONNECTOR: "kvfold.vllm_plugin.disk_connector",
+    NIXL_CONNECTOR: "kvfold.vllm_plugin.nixl_connector",
+}
 # Names of connectors: their blocks stay in the memory of the server that wrote them.
 INTERNAL = ("OffloadingConnector", "SimpleCPUOffloadConnector", "DecodeBenchConnector")
-SAFE = (DISK_CONNECTOR, *INTERNAL)
+SAFE = (*MODULES, *INTERNAL)
 MULTIPLE = "MultiConnector"
 CPU_SPEC = "CPUOffloadingSpec"
 
@@ -35,25 +41,25 @@ def configured_connectors(vllm_config: Any) -> Iterator[tuple[str, str | None, M
         )
 
 
-def uses_disk_connector(vllm_config: Any) -> bool:
-    return any(name == DISK_CONNECTOR for name, _, _ in configured_connectors(vllm_config))
+def check_own_connectors(vllm_config: Any) -> bool:
+    """Whether one of kvfold's own connectors is configured. Raises ValueError if it cannot serve
+    this server."""
+    names = {name for name, _, _ in configured_connectors(vllm_config)}
+    if DISK_CONNECTOR in names:
+        check_disk_connector(vllm_config)
+    if NIXL_CONNECTOR in names:
+        check_nixl_connector(vllm_config)
+    return not names.isdisjoint(MODULES)
 
 
 def check_disk_connector(vllm_config: Any) -> None:
     """Raises ValueError if blocks of this server cannot be stored, or if damaged ones would fail
     their requests. The connector sets that policy itself, unless it is one of several."""
-    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
-    problem = None
-    if vllm_config.model_config.is_hybrid:
-        problem = (
-            "this model has recurrent states beside attention, and blocks of attention alone"
-            " cannot be restored: leave the connector out"
-        )
-    elif parallel.pipeline_parallel_size > 1:
-        problem = "it was not tried with pipeline parallelism: leave one of them out"
-    elif parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        problem = "context parallelism splits blocks: leave one of them out"
-    elif transfer.kv_connector == MULTIPLE and transfer.kv_load_failure_policy != "recompute":
+    transfer = vllm_config.kv_transfer_config
+    problem = immovable_reason(vllm_config)
+    if problem is None and (
+        transfer.kv_connector == MULTIPLE and transfer.kv_load_failure_policy != "recompute"
+    ):
         problem = (
             f'in a {MULTIPLE}, "kv_load_failure_policy" of --kv-transfer-config must be'
             f' "recompute"; got "{transfer.kv_load_failure_policy}", with which a damaged block'
@@ -61,6 +67,43 @@ def check_disk_connector(vllm_config: Any) -> None:
         )
     if problem is not None:
         raise ValueError(f"kvfold's plugin for vLLM: {DISK_CONNECTOR}: {problem}")
+
+
+def check_nixl_connector(vllm_config: Any) -> None:
+    """Raises ValueError if blocks of this server cannot be copied by NIXL, or if servers with
+    other blocks would not be refused."""
+    transfer = vllm_config.kv_transfer_config
+    extra, device = transfer.kv_connector_extra_config, vllm_config.device_config.device_type
+    problem = immovable_reason(vllm_config)
+    if transfer.kv_connector == MULTIPLE:
+        problem = f"it was not tried in a {MULTIPLE}: use one of them"
+    elif not extra.get("enforce_handshake_compat", True):
+        problem = (
+            "enforce_handshake_compat must be true, or blocks of other maps or bits would be"
+            " copied as wrong tokens: leave it out"
+        )
+    elif transfer.kv_buffer_device != device:
+        problem = (
+            f'kv_buffer_device of --kv-transfer-config must be "{device}"; got'
+            f' "{transfer.kv_buffer_device}". Blocks are copied from where they are'
+        )
+    if problem is not None:
+        raise ValueError(f"kvfold's plugin for vLLM: {NIXL_CONNECTOR}: {problem}")
+
+
+def immovable_reason(vllm_config: Any) -> str | None:
+    """Why blocks of this server cannot move, and the way out; None if they can."""
+    parallel = vllm_config.parallel_config
+    if vllm_config.model_config.is_hybrid:
+        return (
+            "this model has recurrent states beside attention, and blocks of attention alone"
+            " cannot be restored: leave the connector out"
+        )
+    if parallel.pipeline_parallel_size > 1:
+        return "it was not tried with pipeline parallelism: leave one of them out"
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        return "context parallelism splits blocks: leave one of them out"
+    return None
 
 
 def check_connectors(vllm_config: Any) -> None:
@@ -71,7 +114,8 @@ def check_connectors(vllm_config: Any) -> None:
             raise ValueError(
                 f"kvfold's plugin for vLLM: KV connector {name}: {reason}. Blocks that were"
                 " written with other maps or bits would be restored as wrong tokens. Safe"
-                f" connectors: {', '.join(SAFE)}; to keep blocks on disk or to share them between"
+                f" connectors: {', '.join(SAFE)}; in place of NixlConnector use {NIXL_CONNECTOR};"
+                " to keep blocks on disk or to share them between"
                 f' servers, use --kv-transfer-config \'{{"kv_connector": "{DISK_CONNECTOR}",'
                 ' "kv_role": "kv_both", "kv_connector_extra_config": {"path": "/folder"}}\''
             )
@@ -83,7 +127,7 @@ def unsafe_reason(name: str, module: str | None, extra: Mapping[str, Any]) -> st
     module: where it is loaded from; None: vLLM's or a plugin's registry.
     extra: its `kv_connector_extra_config`.
     """
-    if name not in SAFE or module not in (None, MODULE if name == DISK_CONNECTOR else None):
+    if name not in SAFE or module not in (None, MODULES.get(name)):
         return "it is not known to tell blocks of different caches apart"
     if name != "OffloadingConnector":
         return None

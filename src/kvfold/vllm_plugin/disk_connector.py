@@ -259,7 +259,7 @@ def weights_digest(name: str, layer: Any) -> str:
     digest = getattr(layer, "weights_digest", None)
     if digest is None:
         raise ValueError(
-            f"{DISK_CONNECTOR}: the weights of {name} were loaded without kvfold's plugin, so its"
+            f"kvfold: the weights of {name} were loaded without kvfold's plugin, so its"
             " blocks cannot be told from those of other weights: let vLLM load plugins"
             " (VLLM_PLUGINS), or leave the connector out"
         )

@@ -1,5 +1,5 @@
 """Attach maps to vLLM's models after they are loaded, whatever the loader and the attention
-backend, and note their weights for the disk connector.
+backend, and note their weights for kvfold's connectors.
 
 Heavy modules are imported only if a server uses maps: importing Numba keeps vLLM 0.32 from
 starting.
@@ -14,11 +14,11 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-from kvfold.vllm_plugin.connectors import check_disk_connector, uses_disk_connector
+from kvfold.vllm_plugin.connectors import check_own_connectors
 from kvfold.vllm_plugin.fingerprint import note_weights
 
 WRAPPED = "watched_by_kvfold"
-NOTES_WEIGHTS = "notes_weights_for_kvfold"  # attribute of loaders whose model's blocks are stored
+NOTES_WEIGHTS = "notes_weights_for_kvfold"  # attribute of loaders whose model's blocks move
 
 
 def wrap_loaders() -> None:
@@ -32,7 +32,7 @@ def wrap_loaders() -> None:
 
 
 def _noting(load: Callable[..., None]) -> Callable[..., None]:
-    """A loader's `load_weights` that also notes their digest, if the disk connector needs it.
+    """A loader's `load_weights` that also notes their digest, if a connector needs it.
     Afterwards vLLM may move weights to where nobody finds them, as it does on CPUs."""
 
     @wraps(load)
@@ -51,8 +51,7 @@ def _attaching(load: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     def load_model(
         self: Any, vllm_config: VllmConfig, model_config: ModelConfig, *args: Any, **kwargs: Any
     ) -> nn.Module:
-        if uses_disk_connector(vllm_config):
-            check_disk_connector(vllm_config)
+        if check_own_connectors(vllm_config):
             setattr(self, NOTES_WEIGHTS, True)
         model = load(self, vllm_config, model_config, *args, **kwargs)
         settings = dict(vllm_config.additional_config or {}).get("kvfold")

@@ -1,0 +1,108 @@
+"""KVFoldNixlConnector: vLLM's NixlConnector for a compressed cache. A server that decodes copies
+blocks from the GPU memory of the server that computed the prompt.
+
+    --kv-transfer-config '{"kv_connector": "KVFoldNixlConnector", "kv_role": "kv_producer"}'
+
+vLLM names blocks by their numbers, and compares two servers once, before the first copy. It
+compares versions, the model's name and shape, and the bytes of a block, so it would copy blocks of
+other maps, other weights or another rotation. Here it also compares the fingerprint that names the
+disk connector's folders, and never copies if the fingerprints differ.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import wraps
+from typing import Any
+
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector import utils
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnector
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+from kvfold.vllm_plugin.connectors import NIXL_CONNECTOR
+from kvfold.vllm_plugin.disk_connector import cache_fingerprint
+
+MISMATCH = "compatibility hash mismatch"  # in vLLM's message
+# vLLM before 0.28 registers keys and values apart, unless the cache is one of latents.
+SPLITS_CACHES = hasattr(utils.TransferTopology, "get_transfer_cache_regions")
+
+
+class KVFoldNixlConnector(NixlConnector):
+    """See the module's docstring. Raises ValueError for caches whose blocks cannot be copied."""
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """None: vLLM's order of heads and tokens means nothing to a compressed cache."""
+        return None
+
+    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
+        worker: Any = self.connector_worker
+        check_compressed(self._vllm_config, kv_caches)
+        if SPLITS_CACHES:
+            worker.use_mla = True
+            worker._layer_specs |= {name: opaque_spec(x) for name, x in kv_caches.items()}
+        super().register_kv_caches(kv_caches)
+        addresses = worker.kv_caches_base_addr[worker.engine_id][worker.tp_rank]
+        check_regions(kv_caches, addresses, worker.block_len_per_layer, worker.num_regions)
+        fingerprint = cache_fingerprint(self._vllm_config, self.kv_cache_config, kv_caches)
+        worker.compat_hash = f"{worker.compat_hash}-{fingerprint}"
+        worker.xfer_handshake_metadata = replace(
+            worker.xfer_handshake_metadata, compatibility_hash=worker.compat_hash
+        )
+        worker._nixl_handshake = explained(worker._nixl_handshake)
+
+
+def opaque_spec(cache: Tensor) -> MLAAttentionSpec:
+    """A spec whose blocks vLLM copies as they are. cache: blocks first."""
+    return MLAAttentionSpec(
+        block_size=1, num_kv_heads=1, head_size=cache[0].nbytes // cache.itemsize, dtype=cache.dtype
+    )
+
+
+def check_compressed(vllm_config: VllmConfig, caches: Mapping[str, Tensor]) -> None:
+    """Raises ValueError if a layer has a cache of vLLM's own."""
+    layers = vllm_config.compilation_config.static_forward_context
+    for name in caches:
+        if not hasattr(getattr(layers[name], "impl", None), "model_cache"):
+            raise ValueError(
+                f"{NIXL_CONNECTOR}: the cache of {name} is not compressed. If none is, use vLLM's"
+                " NixlConnector; caches of both kinds together cannot be copied"
+            )
+
+
+def check_regions(
+    caches: Mapping[str, Tensor], addresses: list[int], sizes: list[int], num_regions: int
+) -> None:
+    """Raises ValueError unless vLLM copies a block of every cache as a whole.
+
+    addresses, sizes: of first blocks, as vLLM registered them; num_regions: that it copies from.
+    """
+    registered = dict(zip(addresses, sizes, strict=True))
+    wanted = {x.data_ptr(): x[0].nbytes for x in caches.values()}
+    if registered != wanted or num_regions != len(wanted):
+        raise ValueError(
+            f"{NIXL_CONNECTOR}: vLLM would copy {num_regions} parts of a block with"
+            f" {sum(sizes)} bytes; the cache has {len(wanted)} with {sum(wanted.values())}. Models"
+            " whose layers share memory are not supported: leave the connector out"
+        )
+
+
+def explained(handshake: Callable[..., Any]) -> Callable[..., Any]:
+    """A worker's handshake that says in its error what may differ."""
+
+    @wraps(handshake)
+    def explain(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return handshake(*args, **kwargs)
+        except RuntimeError as error:
+            if MISMATCH not in str(error):
+                raise
+            raise RuntimeError(
+                f"{NIXL_CONNECTOR}: the other server's cache differs from this one's, so none of"
+                " its blocks is copied. Weights, maps, bits, rotation, tensor parallelism and"
+                " versions of kvfold and vLLM must be the same: start both servers with the same"
+                " settings"
+            ) from error
+
+    return explain
