@@ -6,6 +6,8 @@ decodes, or two that do both.
 Requests come as a Poisson process, with prompts of --tokens tokens that share nothing and answers
 of --output. pair: GPU 0 computes a prompt and its first token and stores the blocks in --shared;
 once they are in files, GPU 1 restores them and decodes. apart: requests alternate between two GPUs.
+With --connector nixl no file is written: GPU 1 copies the blocks from GPU 0's memory, by vLLM's
+NixlConnector (a compressed cache: by KVFoldNixlConnector). It needs the package nixl.
 A request is in time if its first token comes within --first seconds and the others within --token
 milliseconds each, on average. `goodput`: those in time, by the seconds in which requests came.
 Rates are run upwards, until some requests are not answered 40 seconds after those.
@@ -18,6 +20,7 @@ KIND is as in vllm_speed.py. Weights are random. With --shape tiny it runs on a 
 
 import argparse
 import json
+import os
 import random
 import statistics
 import tempfile
@@ -26,6 +29,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib.metadata import distributions
 from math import inf
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -35,42 +39,71 @@ import torch
 import vllm
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
+from kvfold.vllm_plugin.connectors import NIXL_CONNECTOR
 from vllm_speed import WIDTHS, device, greedy, model_folder
 from vllm_tiers import DRY, Node, Report, prompts_of, started, transfer_of
 
 ROLES = {"pair": ("kv_producer", "kv_consumer"), "apart": (None, None)}
 PATIENCE = 40.0  # seconds after the last request came, until a run is cut off
 WARM_UP = 1.9, 4.0  # a rate and seconds, in which kernels are compiled; of other prompts
+CONNECTORS = ("disk", "nixl")
+PLAIN = ("bf16-full", "fp8")  # kinds of vLLM's own
+# Parameters of a request to the node that prefills, with NIXL: another node will fetch its blocks.
+REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
+Parameters = dict[str, Any]
+
+
+def nixl_of(options: argparse.Namespace, role: str) -> Parameters:
+    """vLLM's setting of a NIXL connector. Each node answers handshakes at a port of its own, below
+    those that Linux gives to anybody."""
+    port = 10000 + os.getppid() % 10000 * 2 + (role == "kv_consumer")
+    os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
+    name = "NixlConnector" if options.kind in PLAIN else NIXL_CONNECTOR
+    buffer = "cuda" if torch.cuda.is_available() else "cpu"
+    return {"kv_connector": name, "kv_role": role, "kv_buffer_device": buffer}
 
 
 def serve(
     pipe: Any, folder: Path, path: Path, options: argparse.Namespace, role: str | None
 ) -> None:
-    """A node: answers (name, prompt, number of tokens) that come through a pipe by lists of (name,
-    tokens that are new, tokens of the prompt that were not computed); a kv_producer says (name, 0,
-    0) when all blocks of the prompt are in files."""
-    transfer = transfer_of("pair", path, options, role) if role else None
+    """A node: answers (name, prompt, number of tokens, transfer parameters) that come through a
+    pipe by lists of (name, tokens that are new, tokens of the prompt that were not computed,
+    transfer parameters). A kv_producer says (name, 0, 0, parameters) when the other node can get
+    the blocks of the prompt: all are in files, or NIXL has named them."""
+    transfer, nixl = None, options.connector == "nixl"
+    if role is not None:
+        transfer = nixl_of(options, role) if nixl else transfer_of("pair", path, options, role)
     engine = Node(folder, options, transfer).engine
-    worker: Any = get_kv_transfer_group().worker if transfer else None
+    worker: Any = get_kv_transfer_group().worker if transfer and not nixl else None
     unwritten = deque[tuple[str, int]]()  # names, and the bytes that are stored by then
     pipe.send(device())
     while True:
         busy = engine.has_unfinished_requests() or unwritten
         while pipe.poll(0 if busy else None):
-            name, prompt, new = pipe.recv()
-            engine.add_request(name, {"prompt_token_ids": prompt}, greedy(new))
+            name, prompt, new, parameters = pipe.recv()
+            wanted = greedy(new)
+            if parameters:
+                wanted.extra_args = {"kv_transfer_params": parameters}
+            engine.add_request(name, {"prompt_token_ids": prompt}, wanted)
             busy = True
         found = []
         for output in engine.step() if engine.has_unfinished_requests() else ():
             new, cached = len(output.outputs[0].token_ids), output.num_cached_tokens or 0
-            found.append((output.request_id, new, cached))
-            if role == "kv_producer" and output.finished:
+            found.append((output.request_id, new, cached, None))
+            if role != "kv_producer" or not output.finished:
+                continue
+            if nixl:
+                parameters = output.kv_transfer_params
+                # vLLM 0.32 would report these tokens in place of those that the other node fetches.
+                parameters.pop("remote_prefill_cached_tokens", None)
+                found.append((output.request_id, 0, 0, parameters))
+            else:
                 stored = worker.moved["stored_bytes"] + worker.queued_bytes
                 unwritten.append((output.request_id, stored))
         while unwritten and (
             not worker.queued_bytes or worker.moved["stored_bytes"] >= unwritten[0][1]
         ):
-            found.append((unwritten.popleft()[0], 0, 0))
+            found.append((unwritten.popleft()[0], 0, 0, None))
         if found:
             pipe.send(found)
         elif unwritten:
@@ -99,6 +132,8 @@ class Load:
 
     def __init__(self, nodes: list[Any], paired: bool, options: argparse.Namespace) -> None:
         self.nodes, self.paired, self.options = nodes, paired, options
+        nixl = paired and options.connector == "nixl"
+        self.first_parameters = REMOTE_DECODE if nixl else None
 
     def run(self, rate: float, seconds: float) -> Report:
         options, rng = self.options, random.Random(rate)
@@ -115,7 +150,8 @@ class Load:
             while due and every[due[0]].at <= now:
                 name = due.popleft()
                 node = self.nodes[0 if self.paired else len(due) % 2]
-                node.send((name, every[name].prompt, 1 if self.paired else options.output))
+                new = 1 if self.paired else options.output
+                node.send((name, every[name].prompt, new, self.first_parameters))
             left = max(0.0, every[due[0]].at - now) if due else 1.0
             ready = wait(self.nodes, min(left, 1.0))
             now = time.perf_counter() - begin
@@ -126,16 +162,20 @@ class Load:
         return self.row(rate, seconds, [*every.values()])
 
     def heard(
-        self, event: tuple[str, int, int], first_node: bool, every: dict[str, Asked], now: float
+        self,
+        event: tuple[str, int, int, Parameters | None],
+        first_node: bool,
+        every: dict[str, Asked],
+        now: float,
     ) -> None:
-        name, tokens, cached = event
+        name, tokens, cached, parameters = event
         if name not in every:
             return  # of a run that was cut off
         request = every[name]
         request.first = min(request.first, now)
         if self.paired and first_node:
             if not tokens:
-                self.nodes[1].send((name, request.prompt, self.options.output))
+                self.nodes[1].send((name, request.prompt, self.options.output, parameters))
             return  # the second node gives the first token again
         request.tokens += tokens
         request.last, request.cached = now, cached
@@ -210,6 +250,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--kv", type=float, default=40, help="gigabytes of each engine's cache")
     parser.add_argument("--queue", type=float, default=32, help="GiB that wait to be written")
     parser.add_argument("--shared", type=Path, default=Path("/dev/shm"), help="of files")
+    parser.add_argument("--connector", choices=CONNECTORS, default=CONNECTORS[0])
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
@@ -220,6 +261,8 @@ def main() -> None:
         raise SystemExit(f"vllm_pair_load needs two GPUs; without, try it with --shape {DRY}")
     settings = {name: str(x) if isinstance(x, Path) else x for name, x in vars(options).items()}
     versions = {"vllm": vllm.__version__, "torch": torch.__version__, "device": device()}
+    if options.connector == "nixl":
+        versions |= {x.name: x.version for x in distributions() if "nixl" in (x.name or "")}
     report: Report = {"benchmark": "pair load", "settings": settings, "versions": versions}
     report["rows"] = []
     with (

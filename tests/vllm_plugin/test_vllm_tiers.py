@@ -258,11 +258,17 @@ def test_the_benchmark_with_a_tiny_model(tmp_path: Path) -> None:
     assert [x.name for x in tmp_path.iterdir()] == ["tiers.json"], "its files are gone"
 
 
-def test_the_load_of_a_pair_with_a_tiny_model(tmp_path: Path) -> None:
-    """Every request is answered, and the node that decodes restores what the other has stored."""
+@pytest.mark.parametrize("connector", ["disk", "nixl"])
+def test_the_load_of_a_pair_with_a_tiny_model(connector: str, tmp_path: Path) -> None:
+    """Every request is answered, and the node that decodes computes nothing that it can fetch."""
+    expected = {"pair": 384, "apart": 0}
     report = tmp_path / "load.json"
     arguments = ["--shape", "tiny", "--tokens", "500", "--output", "8", "--slots", "8"]
-    arguments += ["--rates", "2", "--seconds", "5", "--memory", ".4"]
+    arguments += ["--rates", "2", "--seconds", "5", "--memory", ".4", "--connector", connector]
+    if connector == "nixl":
+        pytest.importorskip("nixl", reason="NIXL is not installed: make test-vllm")
+        arguments += ["--arrangements", "pair"]
+        expected = {"pair": 500}
     bounds = ["--first", "60", "--token", "60000", "--shared", str(tmp_path)]
     done = tiers("bits-4", *arguments, *bounds, "--json", str(report), script="vllm_pair_load.py")
     assert done.returncode == 0, done.stderr
@@ -270,5 +276,5 @@ def test_the_load_of_a_pair_with_a_tiny_model(tmp_path: Path) -> None:
     for row in rows.values():
         assert row["in_time"] == row["answered"] == row["requests"] > 1
         assert row["goodput"] == row["requests"] / 5
-    assert {name: x["cached_tokens"] for name, x in rows.items()} == {"pair": 384, "apart": 0}
+    assert {name: x["cached_tokens"] for name, x in rows.items()} == expected
     assert [x.name for x in tmp_path.iterdir()] == ["load.json"], "its files are gone"
