@@ -82,17 +82,17 @@ def ask(model: str, prompts: list[list[int]], options: dict, again: bool = False
     return answers
 
 
-def copied(models: Sequence[str], prompts: list[list[int]], options: Sequence[dict]) -> Asked:
-    """What an engine answers that copies the prompts' blocks from another one. models, options: of
-    the engine that computes the prompts, and of the one that answers."""
+def copied(model: str, prompts: list[list[int]], options: Sequence[dict]) -> Asked:
+    """What an engine answers that copies the prompts' blocks from another one. options: of the
+    engine that computes the prompts, and of the one that answers."""
     context = get_context("fork")
     ours, theirs = context.Pipe()
-    other = context.Process(target=_prefill, args=(theirs, models[0], prompts, options[0]))
+    other = context.Process(target=_prefill, args=(theirs, model, prompts, options[0]))
     other.start()
     theirs.close()
     try:
         parameters = ours.recv()
-        return forked(_fetch, models[1], prompts, parameters, options[1])
+        return forked(_fetch, model, prompts, parameters, options[1])
     finally:
         other.kill()
         other.join()

@@ -46,17 +46,20 @@ def with_settings(settings: dict | None, **more) -> dict:
     return OPTIONS | more | ({"additional_config": {"kvfold": settings}} if settings else {})
 
 
-def pair(model: str, one: dict, other: dict, models: tuple[str, str] | None = None) -> Asked:
-    """What the engine with the settings `other` answers to prompts that the first has computed."""
-    options = [with_settings(x, **nixl(role)) for x, role in zip((one, other), ROLES, strict=True)]
-    return copied(models or (model, model), prompts(), options)
+def pair(model: str, one: dict, other: dict, **more) -> Asked:
+    """What the engine with the settings `other` answers to prompts that the first has computed.
+    more: of its connector."""
+    options = with_settings(one, **nixl(ROLES[0])), with_settings(other, **nixl(ROLES[1], **more))
+    return copied(model, prompts(), options)
 
 
-@pytest.mark.parametrize("kind", ["bits", "maps"])
+@pytest.mark.parametrize("kind", ["bits", "maps", "windows"])
 def test_copied_blocks_give_equal_tokens(kind: str, model: str, tmp_path: Path) -> None:
     settings = {"bits": 8}
     if kind == "maps":
         settings = {"maps": sidecar(loaded(model), tmp_path / "maps", half=True)}
+    elif kind == "windows":
+        model = build("gemma2", tmp_path / "model")
     answers = pair(model, settings, settings)
     assert answers.log == []
     assert answers.cached == [len(x) for x in prompts()]
@@ -77,12 +80,7 @@ def test_blocks_of_other_maps_are_not_copied(model: str, tmp_path: Path) -> None
         torch.manual_seed(seed)
         maps.append({"maps": sidecar(loaded_model, tmp_path / f"maps{seed}", half=True)})
     one, two = maps
-    recompute = {"kv_load_failure_policy": "recompute"}
-    options = [
-        with_settings(one, **nixl(ROLES[0])),
-        with_settings(two, **nixl(ROLES[1], **recompute)),
-    ]
-    answers = copied((model, model), prompts(), options)
+    answers = pair(model, one, two, kv_load_failure_policy="recompute")
     assert any(REFUSED in x for x in answers.log)
     assert answers.tokens == forked(ask, model, prompts(), with_settings(two)).tokens
 
