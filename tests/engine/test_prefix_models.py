@@ -111,6 +111,22 @@ def test_a_piece_read_with_other_tokens_behind_is_read_again(monkeypatch) -> Non
     llm.runner.pool.check_integrity()
 
 
+@pytest.mark.parametrize("policy", ["keydiff", "snapkv-w8"])
+def test_a_prefix_that_leaves_no_room_to_copy_it_is_computed_again(policy: str) -> None:
+    """Two cached blocks are half of the pool, and a request takes more than the other half."""
+    tight = {"max_tokens": 180, "page": 32, "bits": 2, "max_sequences": 2}
+    llm = LLM(tiny("llama-gqa"), **tight, evict=policy, keep_tokens=1.0, kv_bytes=13632)
+    prompt = [*STEM, *STEM[:50]]
+    assert llm.runner.pool.capacity() < 64 + len(prompt)
+    alone = llm.generate([prompt], ASKED, cache=OFF)[0]
+    llm.generate([STEM], SamplingParams(max_new_tokens=1))
+    for _ in range(2):  # the second one takes what the first one computed
+        llm.add(prompt, ASKED)
+        found = [token for _ in range(20) for x in llm.engine.step() for token in x.token_ids]
+        assert found == list(alone.token_ids) and not llm.engine.has_work
+    llm.runner.pool.check_integrity()
+
+
 def test_most_policies_can_share() -> None:
     assert {"kv-compress", "kvzip", "snapkv", "keydiff", "streaming"} <= set(shareable())
     assert not {"h2o", "kvc-full"} & set(shareable())

@@ -86,6 +86,9 @@ class NoPrefixCache:
         whether that succeeded."""
         return self._pool.make_room(pages)
 
+    def drop_unread(self) -> None:
+        """Drop all cached pages that no running request reads."""
+
     def start(self, request: Request, chain: Chain) -> Ints | int:
         """Let a request that has a new slot start with a chain. Returns the pages [C] that were
         allocated."""
@@ -189,6 +192,9 @@ class PrefixCache(NoPrefixCache):
 
     def make_room(self, pages: Ints, chain: Chain) -> bool:
         return self.pool.make_room(pages, chain)
+
+    def drop_unread(self) -> None:
+        self.pool.drop_all()
 
     def start(self, request: Request, chain: Chain) -> Ints | int:
         allocated = self.pages_needed(chain, _num_tokens(chain))

@@ -18,7 +18,7 @@ from itertools import islice
 from kvfold.cache.pool import Pool
 from kvfold.engine.core.compression import CompressionScheduler, Schedule
 from kvfold.engine.core.pace import PrefillPace
-from kvfold.engine.core.prefix_cache import NoPrefixCache
+from kvfold.engine.core.prefix_cache import Chain, NoPrefixCache
 from kvfold.engine.requests.request import (
     Batch,
     FinishReason,
@@ -383,11 +383,14 @@ class Scheduler:
                     continue
             if (chain := self.prefix_cache.lookup(request)) is None:
                 continue
-            needed = self.prefix_cache.pages_needed(chain, request.entries_needed(self.headroom))
-            required = needed
-            if not self.running:  # then it is admitted without headroom
-                required = self.prefix_cache.pages_needed(chain, request.num_pending)
-            if not self.prefix_cache.make_room(pages + required, chain):
+            needed = self._make_room(request, chain, pages)
+            if needed is None and chain and not self.running:
+                # Nothing will free pages, and those of the chain are in the way: they may have to
+                # be copied, or lie in slabs that other pages need.
+                self.prefix_cache.drop_unread()
+                chain = self.prefix_cache.lookup(request) or []
+                needed = self._make_room(request, chain, pages)
+            if needed is None:
                 overtaken = overtaken or request
                 continue
             if overtaken is not None:
@@ -397,3 +400,12 @@ class Scheduler:
             pages = pages + needed - self.prefix_cache.start(request, chain)
             scheduled[request] = self._chunk_tokens(request, budget)
             budget -= scheduled[request]
+
+    def _make_room(self, request: Request, chain: Chain, pages: Ints) -> Ints | None:
+        """Have the pages free that a waiting request needs if it starts with a chain, in addition
+        to `pages` [C]. Returns them [C], with headroom; None if there is no room."""
+        needed = self.prefix_cache.pages_needed(chain, request.entries_needed(self.headroom))
+        required = needed
+        if not self.running:  # then it is admitted without headroom
+            required = self.prefix_cache.pages_needed(chain, request.num_pending)
+        return needed if self.prefix_cache.make_room(pages + required, chain) else None
