@@ -201,6 +201,18 @@ def test_refused(tmp_path) -> None:
         PackedContext.load(tmp_path / "bare.kvf")
 
 
+def test_a_context_needs_a_free_slot() -> None:
+    llm = llm_of(max_sequences=2)
+    with llm.stream(BOOK, ASKED) as first, llm.stream(BOOK, ASKED) as second:
+        next(first)
+        next(second)
+        with pytest.raises(SettingError, match="max_sequences: 2 requests are running"):
+            llm.pack(BOOK, factor=8)
+        tokens_after = [x for output in (*first, *second) for x in output.token_ids]
+    assert len(tokens_after) == 2 * (ASKED.max_new_tokens - 1)
+    assert llm.pack(BOOK, factor=8, measure=False).token_ids == tuple(BOOK)
+
+
 # Random events -----------------------------------------------------------------------------------
 
 

@@ -225,8 +225,8 @@ class LLM:
         measure: let the model repeat a sample of the text, to measure the loss.
         progress: called with (phase, done, total).
 
-        Running requests wait meanwhile. Raises ValueError if eviction is needed but not set up, or
-        if the text does not fit the model or the pool.
+        Running requests wait meanwhile. Raises ValueError if eviction is needed but not set up, if
+        the text does not fit the model or the pool, or if `max_sequences` requests are running.
         """
         Setting(least=1).check("factor", factor, float | int)
         with renamed(prompt="text"):
@@ -246,7 +246,8 @@ class LLM:
 
         ids: the N tokens. entries: of each layer in order, [N, R].
 
-        Running requests wait meanwhile. Raises SettingError if the text does not fit.
+        Running requests wait meanwhile. Raises SettingError if the text does not fit, or if
+        `max_sequences` requests are running.
         """
         full_bytes = 2 * self.runner.pool.layout.spec.geometry.full_numbers * len(ids)
         with self.engine.lock.hold():

@@ -81,7 +81,7 @@ class Packer:
         """Lengths and pages of a context whose cache entries [N, R] of each layer, in order, were
         computed elsewhere by the runner's model."""
         self._check(len(ids), 1.0)
-        slot = self.pool.allocate_slot()
+        slot = self._allocate_slot()
         try:
             self._extend(slot, len(ids), len(ids))
             index = torch.arange(len(ids), device=self.pool.device)
@@ -133,7 +133,7 @@ class Packer:
     @contextmanager
     def _prefilled(self, ids: list[int], keep: float) -> Iterator[Request]:
         """A sequence that has prefilled the context."""
-        sequence = Request.unscheduled(self.pool.allocate_slot())
+        sequence = Request.unscheduled(self._allocate_slot())
         sequence.token_ids, sequence.cache = list(ids), CacheParams(keep_tokens=keep)
         sequence.prefill_until(len(ids))
         try:
@@ -149,6 +149,17 @@ class Packer:
         result = run(Batch(chunks=(sequence.next_chunk(count),)))
         sequence.advance(count)
         return result
+
+    def _allocate_slot(self) -> int:
+        """The slot of a context. Raises SettingError if running requests have all of them."""
+        try:
+            return self.pool.allocate_slot()
+        except PoolFull:
+            raise SettingError(
+                f"`max_sequences`: {self.pool.num_slots} requests are running, as many as may run "
+                "at once, and a context takes the place of one while it is packed: pack it when one"
+                " has ended, or raise `max_sequences`"
+            ) from None
 
     def _extend(self, slot: int, count: int, size: int) -> None:
         """Make room for `count` more tokens of a context of `size` tokens."""
