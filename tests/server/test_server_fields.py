@@ -176,6 +176,13 @@ def test_variables_make_no_template_large(small: Served, monkeypatch: pytest.Mon
         assert status == 200 or "more than 268435456 characters" in answer.text
 
 
+@pytest.mark.parametrize("name", ["tokenizer", "how"])
+def test_variables_may_have_any_name(small: Served, monkeypatch, name: str) -> None:
+    monkeypatch.setattr(small.llm.tokenizer, "chat_template", "{{ NAME }}".replace("NAME", name))
+    ids = small.ask("/tokenize", messages=ASKED, chat_template_kwargs={name: "Ann"})["tokens"]
+    assert ids == encode(small.llm.tokenizer, "Ann")
+
+
 def test_messages_with_more_than_text_are_refused_by_field(small: Served) -> None:
     for name, words in {
         "refusal": "is not supported by this server; leave it out",

@@ -70,6 +70,7 @@ def small() -> Iterator[Served]:
         (CHAT, {"messages": ASKED, "continue_final_message": True, "add_generation_prompt": True},
          "continue_final_message", "send one of them"),
         (CHAT, {"messages": ASKED, "chat_template_kwargs": {"messages": []}}, None, "no variable"),
+        (CHAT, {"messages": ASKED, "chat_template_kwargs": {"self": 1}}, None, "no variable"),
         (CHAT, {"messages": []}, "messages", "at least 1"),
         (CHAT, {"messages": [{"role": "narrator", "content": "a"}]}, None, "must be"),
         (CHAT, {"messages": ASKED, "tools": [{}]}, "tools", "missing required field"),

@@ -52,7 +52,7 @@ def render_chat(
         check_text("chat_template_kwargs", text)
     for text in _texts(tools or ()):
         check_text("tools", text)
-    known = signature(tokenizer.apply_chat_template).parameters.keys() | {"messages"}
+    known = signature(tokenizer.apply_chat_template).parameters.keys() | {"messages", "self"}
     if taken := variables.keys() & known:
         raise ValueError(f"{min(taken)} is no variable of a chat template; leave it out")
     how: dict[str, Any] = {
@@ -64,7 +64,7 @@ def render_chat(
     return apply_template(tokenizer, [dict(x) for x in messages], **how, **variables)
 
 
-def apply_template(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **how: Any) -> str:
+def apply_template(tokenizer: Any, messages: Sequence[Mapping[str, Any]], /, **how: Any) -> str:
     """What a tokenizer's chat template writes. Raises ValueError for whatever it raises, which of a
     template with a mistake in it is any class of error, and for one that does not end."""
     try:
