@@ -207,6 +207,18 @@ def test_a_last_message_may_be_continued(small: Served) -> None:
     assert ended == encode(small.llm.tokenizer, text + "\n")
 
 
+@pytest.mark.parametrize("as_variable", [False, True])
+def test_reasoning_begins_in_the_message_that_is_continued(
+    as_variable: bool, small: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvfold.server.service.can_reason", lambda *_: True)
+    begun = [*ASKED, {"role": "assistant", "content": "<think>It was"}]
+    continues = {"continue_final_message": True}
+    more = {"chat_template_kwargs": continues} if as_variable else continues
+    message = small.ask(CHAT, messages=begun, **more, **GREEDY)["choices"][0]["message"]
+    assert message["reasoning"] and not message["content"]
+
+
 def test_what_else_clients_ask(small: Served) -> None:
     (card,) = small.client.get("/v1/models").json()["data"]
     assert card["id"] == "small" and card["max_model_len"] == 256

@@ -156,7 +156,8 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
         async def begin() -> tuple[ChoiceStream, Phase]:
             prompt = await service.encode_chat(messages, variables)
-            phase = service.phase_of(prompt, messages, bool(body.continue_final_message))
+            continues = bool(variables.get("continue_final_message"))
+            phase = service.phase_of(prompt, messages, continues)
             guided = guide_content(sampling, phase)
             specs = [(prompt, params, body.cache) for params in guided]
             requested = body.requested_tokens

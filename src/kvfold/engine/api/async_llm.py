@@ -279,7 +279,9 @@ class AsyncLLM:
     async def run(self, function: Any, *arguments: Any, size: int = 0) -> Any:
         """Call a slow function, such as a tokenizer, in a thread. size: characters or tokens of its
         input; long inputs have their own thread, so that short ones do not wait for them. A call
-        that is cancelled before it starts is never made."""
+        that is cancelled before it starts is never made. Raises EngineFault after `close`."""
+        if self._closed:
+            raise EngineFault("the engine was closed")
         loop = asyncio.get_running_loop()
         thread = self._long if size > LONG else self._tokenising
         return await loop.run_in_executor(thread, function, *arguments)
