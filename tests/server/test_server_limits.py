@@ -311,8 +311,9 @@ def test_async_llm_serves_an_event_loop() -> None:
         request, _ = llm.request("a", None, None)
         with pytest.raises(EngineFault, match="closed"):
             served.driver.submit(request, None)
-        with pytest.raises(EngineFault, match="closed"):
-            await served.generate("a", wanted)
+        for params in (wanted, SamplingParams(regex="a+")):
+            with pytest.raises(EngineFault, match="closed"):
+                await served.generate("a", params)
 
     asyncio.run(main())
     assert llm.runner.pool.used_bytes == 0

@@ -280,11 +280,14 @@ class AsyncLLM:
         """Call a slow function, such as a tokenizer, in a thread. size: characters or tokens of its
         input; long inputs have their own thread, so that short ones do not wait for them. A call
         that is cancelled before it starts is never made. Raises EngineFault after `close`."""
+        thread = self._long if size > LONG else self._tokenising
+        return await self._call(thread, function, *arguments)
+
+    async def _call(self, thread: ThreadPoolExecutor, function: Any, *arguments: Any) -> Any:
+        """Call a function in a thread. Raises EngineFault after `close`."""
         if self._closed:
             raise EngineFault("the engine was closed")
-        loop = asyncio.get_running_loop()
-        thread = self._long if size > LONG else self._tokenising
-        return await loop.run_in_executor(thread, function, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(thread, function, *arguments)
 
     async def _guides(self, specs: Sequence[PromptSpec]) -> list[GrammarGuide]:
         """Compile the grammars of requests in advance. Cancelling stops it."""
@@ -292,13 +295,12 @@ class AsyncLLM:
         if not guided:
             return []
         self._leave.add(leave := threading.Event())
-        if self._closed:
-            leave.set()
         try:
-            return await asyncio.get_running_loop().run_in_executor(
+            guides: list[GrammarGuide] = await self._call(
                 self._compiling,
                 lambda: [self.llm.grammars.guide(x, leave) for x in guided.values()],
             )
+            return guides
         finally:
             leave.set()
             self._leave.discard(leave)
