@@ -94,7 +94,10 @@ SETTINGS = {
     "small-8x": planned("small", 8),
     "small-10x": planned("small", 10),
     "small-7x-window": planned("small", 7, window=WINDOW),
-    "small-10.3x-window": planned("small", 10.3333, window=WINDOW),
+    # With their windows 7 and 10 times smaller at 8192 tokens.
+    "small-7.9x-window": planned("small", 7.86, window=WINDOW),
+    "small-11.9x-window": planned("small", 11.85, window=WINDOW),
+    "small-7x-recovered": planned("small", 7, "--fold", "--set", "recover=96"),
     "kivi-4": Setting(cache=("--bits", "4", "--set", "format=kivi")),
     "kivi-2": Setting(cache=("--bits", "2", "--set", "format=kivi")),
     "kvquant-4": kvquant(4),
