@@ -161,6 +161,31 @@ def test_sequences_of_a_batch_have_windows_of_their_own(
         assert apart(torch.stack(found[x.id]), wanted) < CLOSE
 
 
+def test_padding_of_a_call_is_no_output(
+    compressed: Compressed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long padding stands in blocks of queries that see no token. A GPU writes what it is told to
+    write twice in any order."""
+    monkeypatch.setattr(metadata, "BATCHED_DEVICES", {"cpu"})
+    copy = Tensor.index_copy_
+
+    def backwards(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
+        return copy(x, dim, index.flip(0), source.flip(0))
+
+    monkeypatch.setattr(Tensor, "index_copy_", backwards)
+    model, maps = compressed("llama", "swift")
+    runner, prompts = runner_of(model, 3, maps=maps), (ids_of(40), ids_of(21, seed=1))
+    requests = [
+        Request(id=i, token_ids=ids, num_prompt=len(ids), sampling=SamplingParams())
+        for i, ids in enumerate(prompts)
+    ]
+    for request in requests:
+        request.slot, request.num_prefill = runner.pool.allocate_slot(), request.num_prompt
+    found = step(runner, *((x, x.num_prompt) for x in requests))
+    for ids, logits in zip(prompts, found, strict=True):
+        assert apart(logits, emulated(model, maps, whole(3), ids)[-1]) < CLOSE
+
+
 class Since(Window):
     """A window that begins at token FIRST at the earliest."""
 

@@ -172,10 +172,12 @@ class PagedContext(AttentionContext):
 
 def _order(parts: Sequence[AttentionMetadata], num_tokens: int) -> Tensor | None:
     """Index of each of N tokens in the concatenated outputs of parts, int64 [N]; None if they are
-    in order. A repeated token has the same output each time."""
+    in order. Of a repeated token it is the last: those before it are padding, whose outputs may be
+    wrong (an exact window's)."""
     begins = [part.first_token for part in parts]
     if all(part.tokens is None for part in parts) and begins == sorted(begins):
         return None
     packed = torch.cat([part.packed for part in parts])
-    order = torch.empty(num_tokens, dtype=torch.int64, device=packed.device)
-    return order.index_copy_(0, packed, torch.arange(len(packed), device=packed.device))
+    order = torch.zeros(num_tokens, dtype=torch.int64, device=packed.device)
+    found = torch.arange(len(packed), device=packed.device)
+    return order.scatter_reduce_(0, packed, found, "amax")  # which a GPU repeats, unlike copies
