@@ -179,5 +179,5 @@ def _order(parts: Sequence[AttentionMetadata], num_tokens: int) -> Tensor | None
         return None
     packed = torch.cat([part.packed for part in parts])
     order = torch.zeros(num_tokens, dtype=torch.int64, device=packed.device)
-    found = torch.arange(len(packed), device=packed.device)
-    return order.scatter_reduce_(0, packed, found, "amax")  # which a GPU repeats, unlike copies
+    rows = torch.arange(len(packed), device=packed.device)
+    return order.scatter_reduce_(0, packed, rows, "amax")  # which a GPU repeats, unlike copies
