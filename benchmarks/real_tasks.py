@@ -123,6 +123,7 @@ class Setting:
         )
         found = measure(load(self.model, dtype="float32"), tokenizer, what)
         self.record["nll"] = {name: x.nll for name, x in found.texts.items()}
+        self.record["window_nll"] = {name: x.window_nll for name, x in found.texts.items()}
         self.record["needle"] = {length: x.exact for length, x in found.needle.items()}
 
     def answer(self) -> None:

@@ -3,8 +3,8 @@
     python tools/quality_plots.py
 
 Bars are one standard error: of a loss the error of its mean over windows, paired with the
-uncompressed model's; of answers that of a count. Of suites-qwen.json only means were stored: its
-points have no bars.
+uncompressed model's; of answers that of a count. Of perplexity-qwen.json only means were stored:
+its points have no bars.
 """
 
 import json
@@ -22,7 +22,8 @@ TEXTS = {"wiki": "Wikipedia", "python": "Python source"}
 FACTOR_OF_BITS = {"bits-8": 28672 / 14560, "bits-4": 28672 / 7392}
 WITHOUT_BARS: dict[
     str, tuple[dict[float, str], str]
-] = {  # label: (settings of suites-qwen.json by factor, marker)
+] = {  # label: (settings of perplexity-qwen.json by factor, marker)
+    "swift (the default)": ({4: "default", 5: "swift-5x-speed", 6: "swift-6x-speed"}, "o-"),
     "small (reconstructs keys)": ({x: f"small-{x}x" for x in (4, 6, 8, 10, 14)}, "s-"),
     "lean (reconstructs keys)": ({x: f"lean-{x}x" for x in (4, 6, 8)}, "^-"),
     "kvfold --bits 8, --bits 4": ({y: x for x, y in FACTOR_OF_BITS.items()}, "D"),
@@ -90,12 +91,7 @@ def by_name(file: str) -> dict[str, Row]:
 
 
 def stored_means(text: str) -> dict[str, Point]:
-    """Of the first checkpoint of a setting that was measured."""
-    found: dict[str, Point] = {}
-    for row in rows_of("suites-qwen"):
-        if row.get("nats"):
-            found.setdefault(row["setting"], increase(row["nats"][text]))
-    return found
+    return {x["setting"]: increase(x["nats"][text]) for x in rows_of("perplexity-qwen")}
 
 
 def by_size(title: str, series: dict[str, Series], scale: str) -> Panel:
@@ -107,15 +103,11 @@ def by_size(title: str, series: dict[str, Series], scale: str) -> Panel:
 
 def qwen() -> list[Panel]:
     def panel(text: str, title: str) -> Panel:
-        rows = by_name("layouts-qwen2.5-coder-1.5b")
-        swift = {x: rows[f"swift {x}x, 4 layouts"] for x in (4, 5, 6, 8)}
-        points: dict[float, Point] = {
-            x: paired(row, rows["original"], text) for x, row in swift.items()
-        }
-        series = {"swift (the default)": Series(points, "o-")}
         means = stored_means(text)
-        for label, (settings, marker) in WITHOUT_BARS.items():
-            series[label] = Series({x: means[name] for x, name in settings.items()}, marker)
+        series = {
+            label: Series({x: means[name] for x, name in settings.items()}, marker)
+            for label, (settings, marker) in WITHOUT_BARS.items()
+        }
         if text == "wiki":
             lost = by_name("portable-qwen")["fp8"]["texts"]["wiki"]
             fp8 = {2.0: increase(lost["lost"], lost["lost_se"])}

@@ -41,7 +41,7 @@ CLAIMS = Claims()
 
 Row = dict[str, Any]
 
-FLAGS = {  # settings of suites-qwen.json: flags of kvfold, times smaller
+FLAGS = {  # settings of perplexity-qwen.json: flags of kvfold, times smaller
     "bits-8": ("`--bits 8`", 28672 / 14560),
     "bits-4": ("`--bits 4`", 28672 / 7392),
     "default": ("default (`swift` for speed)", 4),
@@ -57,18 +57,30 @@ FLAGS = {  # settings of suites-qwen.json: flags of kvfold, times smaller
     "small-14x": ("`--recipe small --factor 14`", 14),
 }
 
+
+def with_window(factor: float) -> float:
+    """How much smaller 8192 tokens are with 128 of them in 16 bits, too."""
+    return 1 / (1 / factor + 128 / 8192)
+
+
+FACTOR_7 = "`--recipe small --factor 7`", 7
+WINDOW_7, WINDOW_10 = with_window(7.86), with_window(11.85)
 FP8 = "vLLM's `--kv-cache-dtype fp8`", 2
 QUESTIONS = {  # settings of questions-qwen.json, as FLAGS
     "bits-8": FLAGS["bits-8"],
     "bits-4": FLAGS["bits-4"],
-    "bits-4-window": ("`--bits 4 --set window=128`", 8192 * 28672 / (8192 * 7392 + 128 * 28672)),
+    "bits-4-window": ("`--bits 4 --set window=128`", with_window(28672 / 7392)),
     "small-4x": FLAGS["small-4x"],
     "swift-4x": FLAGS["default"],
     "swift-5x": FLAGS["swift-5x-speed"],
     "small-6x": FLAGS["small-6x"],
-    "small-7x": ("`--recipe small --factor 7`", 7),
+    "small-7x": FACTOR_7,
+    "small-7.9x-window": ("`--recipe small --factor 7.86`, window of 128", WINDOW_7),
     "small-8x": FLAGS["small-8x"],
     "small-10x": FLAGS["small-10x"],
+    "small-11.9x-window": ("`--recipe small --factor 11.85`, window of 128", WINDOW_10),
+    "kivi-4": ("KIVI, 4 bits", 3.1),
+    "kivi-2": ("KIVI, 2 bits", 5),
     "palu-j": ("Palu J, half of the dimensions", 2),
     "zack": ("ZACK, half of the dimensions", 2),
     "fp8": FP8,
@@ -82,13 +94,12 @@ RULER = {  # settings of ruler-qwen-*.json, as FLAGS
     "swift-4x": FLAGS["default"],
     "swift-5x": FLAGS["swift-5x-speed"],
     "small-6x": FLAGS["small-6x"],
+    "small-7x": FACTOR_7,
     "small-8x": FLAGS["small-8x"],
     "kvzip-before": ("`kvzip` 1/4", 4 * EVICTED),
     "kvzip-repair-before": ("`kvzip` 1/4, repair", 4 * EVICTED),
-    "kvzip-repair-after": ("`kvzip` 1/4, repair, asked later", 4 * EVICTED),
     "kvzip-half-repair-bits-4-before": ("`kvzip` 1/2, repair, 4 bits", 2 * EVICTED_4),
     "kvzip-half-repair-bits-4-after": ("`kvzip` 1/2, repair, 4 bits, asked later", 2 * EVICTED_4),
-    "kvzip-repair-bits-4-before": ("`kvzip` 1/4, repair, 4 bits", 4 * EVICTED_4),
     "fp8": FP8,
 }
 
@@ -119,12 +130,11 @@ def smaller(factor: float) -> str:
 
 def qwen() -> str:
     """Loss of Qwen2.5-Coder-1.5B-Instruct by setting."""
-    rows = results("suites-qwen")["rows"]
+    nats = {x["setting"]: x["nats"] for x in results("perplexity-qwen")["rows"]}
 
     def line(setting: str, flags: str, size: float) -> list[str]:
-        losses = next(x["nats"] for x in rows if x["setting"] == setting and x.get("nats"))
-        lost = [percent(losses[text]) for text in ("wiki", "python")]
-        return [flags + mark("suites-qwen", setting), smaller(size), *lost]
+        lost = [percent(nats[setting][text]) for text in ("wiki", "python")]
+        return [flags + mark("perplexity-qwen", setting), smaller(size), *lost]
 
     head = ["setting", "smaller", "Wikipedia", "Python"]
     return markdown(head, [line(name, *x) for name, x in FLAGS.items()])
@@ -234,7 +244,6 @@ def published() -> str:
         "palu-j 0.5, 4 bits": "Palu (joint), half, 4 bits",
         "zack 0.5": "ZACK, half of the dimensions",
         "lorc 0.6": "LoRC, .6 of the dimensions",
-        "swift 4x": "`swift`",
         "lean 4x": "`lean`",
         "small 4x": "`small`",
         "small 8x": "`small`",
