@@ -20,7 +20,6 @@ KIND is as in vllm_speed.py. Weights are random. With --shape tiny it runs on a 
 
 import argparse
 import json
-import os
 import random
 import statistics
 import tempfile
@@ -29,7 +28,6 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from importlib.metadata import distributions
 from math import inf
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -39,28 +37,26 @@ import torch
 import vllm
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-from kvfold.vllm_plugin.connectors import NIXL_CONNECTOR
 from vllm_speed import WIDTHS, device, greedy, model_folder
-from vllm_tiers import DRY, Node, Report, prompts_of, started, transfer_of
+from vllm_tiers import (
+    DRY,
+    REMOTE_DECODE,
+    Node,
+    Parameters,
+    Report,
+    nixl_of,
+    nixl_versions,
+    prompts_of,
+    remote_parameters,
+    started,
+    transfer_of,
+    transferring,
+)
 
 ROLES = {"pair": ("kv_producer", "kv_consumer"), "apart": (None, None)}
 PATIENCE = 40.0  # seconds after the last request came, until a run is cut off
 WARM_UP = 1.9, 4.0  # a rate and seconds, in which kernels are compiled; of other prompts
 CONNECTORS = ("disk", "nixl")
-PLAIN = ("bf16-full", "fp8")  # kinds of vLLM's own
-# Parameters of a request to the node that prefills, with NIXL: another node will fetch its blocks.
-REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
-Parameters = dict[str, Any]
-
-
-def nixl_of(options: argparse.Namespace, role: str) -> Parameters:
-    """vLLM's setting of a NIXL connector. Each node answers handshakes at a port of its own, below
-    those that Linux gives to anybody."""
-    port = 10000 + os.getppid() % 10000 * 2 + (role == "kv_consumer")
-    os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
-    name = "NixlConnector" if options.kind in PLAIN else NIXL_CONNECTOR
-    buffer = "cuda" if torch.cuda.is_available() else "cpu"
-    return {"kv_connector": name, "kv_role": role, "kv_buffer_device": buffer}
 
 
 def serve(
@@ -81,22 +77,17 @@ def serve(
         busy = engine.has_unfinished_requests() or unwritten
         while pipe.poll(0 if busy else None):
             name, prompt, new, parameters = pipe.recv()
-            wanted = greedy(new)
-            if parameters:
-                wanted.extra_args = {"kv_transfer_params": parameters}
+            wanted = transferring(greedy(new), parameters)
             engine.add_request(name, {"prompt_token_ids": prompt}, wanted)
             busy = True
-        found = []
+        found = list[tuple[str, int, int, Parameters | None]]()
         for output in engine.step() if engine.has_unfinished_requests() else ():
             new, cached = len(output.outputs[0].token_ids), output.num_cached_tokens or 0
             found.append((output.request_id, new, cached, None))
             if role != "kv_producer" or not output.finished:
                 continue
             if nixl:
-                parameters = output.kv_transfer_params
-                # vLLM 0.32 would report these tokens in place of those that the other node fetches.
-                parameters.pop("remote_prefill_cached_tokens", None)
-                found.append((output.request_id, 0, 0, parameters))
+                found.append((output.request_id, 0, 0, remote_parameters(output)))
             else:
                 stored = worker.moved["stored_bytes"] + worker.queued_bytes
                 unwritten.append((output.request_id, stored))
@@ -262,7 +253,7 @@ def main() -> None:
     settings = {name: str(x) if isinstance(x, Path) else x for name, x in vars(options).items()}
     versions = {"vllm": vllm.__version__, "torch": torch.__version__, "device": device()}
     if options.connector == "nixl":
-        versions |= {x.name: x.version for x in distributions() if "nixl" in (x.name or "")}
+        versions |= nixl_versions()
     report: Report = {"benchmark": "pair load", "settings": settings, "versions": versions}
     report["rows"] = []
     with (

@@ -16,17 +16,21 @@ pair: GPU 0 computes the prompt and stores its blocks in --shared, a folder in m
     restores them. `alone_ms`: a first token that GPU 1 computes alone; `computed_ms`: of GPU 0;
     `stored_ms`: until all blocks are in files; `restored_ms`: GPU 1's first token from then on;
     `total_ms`: the sum of the last two. A row for each prompt, the first with cold engines.
+nixl: the same without files: GPU 1 copies the blocks from GPU 0's memory, by vLLM's NixlConnector
+    (a compressed cache: by KVFoldNixlConnector). It needs the package nixl. `restored_ms` has the
+    copy in it. With --gpus 0,0 both engines share a GPU, which shows that it works, not how fast.
 
 Each time is the median of --prompts prompts, after one to warm up. The first tokens must be those
 that the GPU's own prefix cache gives (`equal`): both compute the last tokens alone. A prompt that
 is computed whole rounds otherwise (`equal_computed`). `bytes` is what moved for a prompt.
 
-With --shape tiny, gpu, disk and pair run on a CPU, to try the script.
+With --shape tiny, all but cpu run on a CPU, to try the script.
 """
 
 import argparse
 import json
 import os
+import re
 import statistics
 import tempfile
 import time
@@ -34,6 +38,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.metadata import distributions
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -43,12 +48,12 @@ os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 import torch
 import vllm
-from vllm import LLM
+from vllm import LLM, RequestOutput, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from kvfold.bench.synthetic_engine import WIDTHS
 from kvfold.maps.sidecar import Sidecar
-from kvfold.vllm_plugin.connectors import DISK_CONNECTOR
+from kvfold.vllm_plugin.connectors import DISK_CONNECTOR, NIXL_CONNECTOR
 from vllm_speed import (
     MAPS,
     cache_options,
@@ -58,19 +63,25 @@ from vllm_speed import (
     model_folder,
 )
 
-TIERS = ("gpu", "cpu", "disk", "pair")
+TIERS = ("gpu", "cpu", "disk", "pair", "nixl")
+PLAIN = ("bf16-full", "fp8")  # kinds of vLLM's own
+# Parameters of a request to the node that prefills, with NIXL: another node will fetch its blocks.
+REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 NEW = 16  # tokens that are compared
 DRY = "tiny"  # the shape that a CPU serves
 Report = dict[str, Any]
+Parameters = dict[str, Any]
 
 
 @dataclass
 class Answer:
-    """Milliseconds to the first token, tokens, and tokens of the prompt that were not computed."""
+    """Milliseconds to the first token, tokens, and tokens of the prompt that were not computed.
+    parameters: with which another node fetches the blocks of the prompt by NIXL."""
 
     first_ms: float = 0.0
     tokens: list[int] = field(default_factory=list)
     cached: int = 0
+    parameters: Parameters | None = None
 
 
 class Node:
@@ -102,11 +113,14 @@ class Node:
         )
         self.engine, self.count = self.llm.llm_engine, 0
 
-    def ask(self, prompt: list[int], new: int = NEW) -> Answer:
-        """Answer a prompt, greedily."""
+    def ask(
+        self, prompt: list[int], new: int = NEW, parameters: Parameters | None = None
+    ) -> Answer:
+        """Answer a prompt, greedily. parameters: of a NIXL connector."""
         self.count += 1
         answer, begin = Answer(), time.perf_counter()
-        self.engine.add_request(str(self.count), {"prompt_token_ids": prompt}, greedy(new))
+        wanted = transferring(greedy(new), parameters)
+        self.engine.add_request(str(self.count), {"prompt_token_ids": prompt}, wanted)
         while self.engine.has_unfinished_requests():
             for output in self.engine.step():
                 tokens = [x for part in output.outputs for x in part.token_ids]
@@ -114,6 +128,8 @@ class Node:
                     answer.first_ms = (time.perf_counter() - begin) * 1e3
                     answer.cached = output.num_cached_tokens or 0
                 answer.tokens += tokens
+                if output.finished:
+                    answer.parameters = remote_parameters(output)
         return answer
 
     def wait_until_stored(self, tier: str) -> None:
@@ -149,6 +165,35 @@ def transfer_of(
     if tier == "cpu":
         name, extra = "OffloadingConnector", {"cpu_bytes_to_use": int(options.host * 2**30)}
     return {"kv_connector": name, "kv_role": role, "kv_connector_extra_config": extra}
+
+
+def nixl_of(options: argparse.Namespace, role: str) -> Parameters:
+    """vLLM's setting of a NIXL connector. Each node answers handshakes at a port of its own, below
+    those that Linux gives to anybody."""
+    port = 10000 + os.getppid() % 10000 * 2 + (role == "kv_consumer")
+    os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
+    name = "NixlConnector" if options.kind in PLAIN else NIXL_CONNECTOR
+    buffer = "cuda" if torch.cuda.is_available() else "cpu"
+    return {"kv_connector": name, "kv_role": role, "kv_buffer_device": buffer}
+
+
+def transferring(wanted: SamplingParams, parameters: Parameters | None) -> SamplingParams:
+    """Ask for an answer with the parameters of a NIXL connector."""
+    if parameters:
+        wanted.extra_args = {"kv_transfer_params": parameters}
+    return wanted
+
+
+def remote_parameters(output: RequestOutput) -> Parameters | None:
+    """What a node that prefilled a prompt tells the node that fetches its blocks by NIXL."""
+    if parameters := output.kv_transfer_params:
+        # vLLM 0.32 would report these tokens in place of those that the other node fetches.
+        parameters.pop("remote_prefill_cached_tokens", None)
+    return parameters or None
+
+
+def nixl_versions() -> dict[str, str]:
+    return {x.name: x.version for x in distributions() if "nixl" in (x.name or "")}
 
 
 def prompts_of(options: argparse.Namespace, seed: int = 0) -> list[list[int]]:
@@ -227,6 +272,14 @@ def serve_node(pipe: Any, folder: Path, path: Path, options: argparse.Namespace,
         pipe.send((answer, dict(get_kv_transfer_group().worker.moved)))
 
 
+def serve_nixl(pipe: Any, folder: Path, path: Path, options: argparse.Namespace, role: str) -> None:
+    """A node of a pair without files: answers (prompt, number of tokens, parameters)."""
+    node = Node(folder, options, nixl_of(options, role))
+    pipe.send({"device": device(), "token_bytes": node.token_bytes()})
+    while True:
+        pipe.send(node.ask(*pipe.recv()))
+
+
 @contextmanager
 def started(gpu: int, *args: Any, serve: Callable[..., None] = serve_node) -> Iterator[Any]:
     """Context manager: the pipe to a node in a process of its own, which sees one GPU."""
@@ -283,6 +336,42 @@ def measure_pair(folder: Path, path: Path, options: argparse.Namespace) -> Repor
     return {"rows": rows, "devices": [x["device"] for x in about]} | about[0]
 
 
+def measure_nixl(folder: Path, path: Path, options: argparse.Namespace) -> Report:
+    """Prefill on one GPU, decode on the other, which copies blocks from the first one's memory."""
+
+    def call(
+        node: Any, prompt: list[int], new: int = NEW, parameters: Parameters | None = None
+    ) -> Answer:
+        node.send((prompt, new, parameters))
+        answer: Answer = node.recv()
+        return answer
+
+    first_gpu, second_gpu = options.gpus
+    with started(first_gpu, folder, path, options, "kv_producer", serve=serve_nixl) as prefill:
+        about = prefill.recv()  # on one GPU one engine after the other measures its memory
+        with started(second_gpu, folder, path, options, "kv_consumer", serve=serve_nixl) as decode:
+            devices, rows = [about["device"], decode.recv()["device"]], []
+            others = prompts_of(options, seed=1)
+            for number, (prompt, other) in enumerate(zip(prompts_of(options), others, strict=True)):
+                alone = call(decode, other)
+                computed = call(prefill, prompt, 1, REMOTE_DECODE)
+                restored = call(decode, prompt, NEW, computed.parameters)
+                hit = call(prefill, prompt)
+                rows.append(
+                    {
+                        "warm_up": number == 0,
+                        "alone_ms": alone.first_ms,
+                        "computed_ms": computed.first_ms,
+                        "restored_ms": restored.first_ms,
+                        "total_ms": computed.first_ms + restored.first_ms,
+                        "cached_tokens": restored.cached,
+                        "bytes": restored.cached * about["token_bytes"],
+                        "equal": restored.tokens == hit.tokens,
+                    }
+                )
+    return about | {"rows": rows, "devices": devices, "nixl": nixl_versions()}
+
+
 def in_process(call: Callable[..., Report], *args: Any) -> Report:
     """What a call returns, made in a process of its own, whose GPU memory goes with it."""
     context = get_context("spawn")
@@ -313,6 +402,8 @@ def check(options: argparse.Namespace) -> None:
                          " none here: leave cpu out of --tiers")  # fmt: skip
     if gpus == 1 and "pair" in options.tiers:
         raise SystemExit("vllm_tiers: tier pair needs two GPUs; there is one: leave it out")
+    if gpus and "nixl" in options.tiers and max(options.gpus) >= gpus:
+        raise SystemExit(f"vllm_tiers: --gpus {options.gpus}: there are {gpus}, from 0 on")
 
 
 def tiers(text: str) -> list[str]:
@@ -321,6 +412,13 @@ def tiers(text: str) -> list[str]:
     if unknown := [x for x in names if x not in TIERS]:
         raise argparse.ArgumentTypeError(f"no tier {unknown[0]!r}; take of {','.join(TIERS)}")
     return names
+
+
+def two_numbers(text: str) -> list[int]:
+    """0,1 as a list. Raises argparse.ArgumentTypeError."""
+    if not re.fullmatch(r"\d+,\d+", text):
+        raise argparse.ArgumentTypeError(f"two GPUs are two numbers, such as 0,1; got {text!r}")
+    return [int(x) for x in text.split(",")]
 
 
 def parse() -> argparse.Namespace:
@@ -340,6 +438,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--queue", type=float, default=16, help="GiB that wait to be written")
     parser.add_argument("--folder", type=Path, help="of files (default: a temporary folder)")
     parser.add_argument("--shared", type=Path, default=Path("/dev/shm"), help="of a pair's files")
+    parser.add_argument("--gpus", type=two_numbers, default=[0, 1], help="of tier nixl: 0,1")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
@@ -356,10 +455,11 @@ def main() -> None:
             if time.perf_counter() - begin > options.limit:
                 report.setdefault("left_out", []).append(tier)
                 continue
-            parent = options.shared if tier == "pair" else options.folder
+            parent = options.shared if tier in ("pair", "nixl") else options.folder
             with tempfile.TemporaryDirectory(prefix="kvfold-tiers-", dir=parent) as path:
-                if tier == "pair":
-                    measured = measure_pair(folder, Path(path), options)
+                if tier in ("pair", "nixl"):
+                    measure = measure_pair if tier == "pair" else measure_nixl
+                    measured = measure(folder, Path(path), options)
                 else:
                     measured = in_process(measure_tier, tier, folder, Path(path), options)
             report["tiers"][tier] = measured

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -244,7 +245,8 @@ def test_the_benchmark_with_a_tiny_model(tmp_path: Path) -> None:
     report = tmp_path / "tiers.json"
     arguments = ["--shape", "tiny", "--tokens", "500", "--prompts", "1", "--json", str(report)]
     folders = ["--folder", str(tmp_path), "--shared", str(tmp_path)]
-    done = tiers("bits-4", "--tiers", "disk,pair", *arguments, *folders)
+    nixl = ["nixl"] if find_spec("nixl") else []
+    done = tiers("bits-4", "--tiers", ",".join(["disk", "pair", *nixl]), *arguments, *folders)
     assert done.returncode == 0, done.stderr
     measured = json.loads(report.read_text())["tiers"]
     rows = {x["from"]: x for x in measured["disk"]["rows"]}
@@ -255,6 +257,8 @@ def test_the_benchmark_with_a_tiny_model(tmp_path: Path) -> None:
     assert measured["disk"]["bytes"] == 384 * measured["disk"]["token_bytes"]
     for row in measured["pair"]["rows"]:
         assert row["equal"] and row["loaded_bytes"] == 384 * measured["pair"]["token_bytes"]
+    for row in measured["nixl"]["rows"] if nixl else ():
+        assert row["equal"] and row["cached_tokens"] == 500 and row["restored_ms"] > 0
     assert [x.name for x in tmp_path.iterdir()] == ["tiers.json"], "its files are gone"
 
 
