@@ -4,7 +4,7 @@ one after another, each in a process of its own."""
 import logging
 import os
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from typing import Any
@@ -25,12 +25,13 @@ NEW = 16  # tokens
 @dataclass
 class Asked:
     """Of every prompt: new tokens, and tokens that were cached; messages of kvfold's log (with
-    NIXL: of vLLM's errors), bytes and blocks that moved."""
+    NIXL: of vLLM's errors), bytes and blocks that moved; blocks that are not free at the end."""
 
     tokens: list[list[int]] = field(default_factory=list)
     cached: list[int] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
     moved: dict[str, int] = field(default_factory=dict)
+    held: int = 0
 
 
 def disk(path: Any, role: str = "kv_both", **more: Any) -> dict[str, Any]:
@@ -82,9 +83,16 @@ def ask(model: str, prompts: list[list[int]], options: dict, again: bool = False
     return answers
 
 
-def copied(model: str, prompts: list[list[int]], options: Sequence[dict]) -> Asked:
+def copied(
+    model: str,
+    prompts: list[list[int]],
+    options: Sequence[dict],
+    change: Callable[[list[dict]], list[dict | None]] | None = None,
+    killed: bool = False,
+) -> Asked:
     """What an engine answers that copies the prompts' blocks from another one. options: of the
-    engine that computes the prompts, and of the one that answers."""
+    engine that computes the prompts, and of the one that answers. change: what requests say about
+    blocks, of what the first engine returned. killed: before the second engine starts."""
     context = get_context("fork")
     ours, theirs = context.Pipe()
     other = context.Process(target=_prefill, args=(theirs, model, prompts, options[0]))
@@ -92,6 +100,11 @@ def copied(model: str, prompts: list[list[int]], options: Sequence[dict]) -> Ask
     theirs.close()
     try:
         parameters = ours.recv()
+        if change is not None:
+            parameters = change(parameters)
+        if killed:
+            other.kill()
+            other.join()
         return forked(_fetch, model, prompts, parameters, options[1])
     finally:
         other.kill()
@@ -111,7 +124,9 @@ def _prefill(pipe: Any, model: str, prompts: list[list[int]], options: dict) -> 
         os._exit(0)
 
 
-def _fetch(model: str, prompts: list[list[int]], parameters: list[dict], options: dict) -> Asked:
+def _fetch(
+    model: str, prompts: list[list[int]], parameters: list[dict | None], options: dict
+) -> Asked:
     answers = Asked()
 
     class Handler(logging.Handler):
@@ -120,12 +135,17 @@ def _fetch(model: str, prompts: list[list[int]], parameters: list[dict], options
             answers.log.append(str(error or record.getMessage()))
 
     engine = _nixl_engine(model, options)
+    pool = engine.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    num_free = pool.get_num_free_blocks()
     logging.getLogger("vllm").addHandler(Handler(logging.ERROR))
+    logging.getLogger("vllm.kvfold").addHandler(Handler(logging.WARNING))
     for prompt, wanted in zip(prompts, parameters, strict=True):
-        wanted.pop("remote_prefill_cached_tokens", None)  # else `num_cached_tokens` shows it
+        if wanted is not None:
+            wanted.pop("remote_prefill_cached_tokens", None)  # else `num_cached_tokens` shows it
         output = _answer(engine, prompt, wanted, NEW)
         answers.tokens.append(list(output.outputs[0].token_ids))
         answers.cached.append(output.num_cached_tokens)
+    answers.held = num_free - pool.get_num_free_blocks()
     return answers
 
 
@@ -139,12 +159,12 @@ def _nixl_engine(model: str, options: dict) -> Any:
     return LLM(model, **options)
 
 
-def _answer(engine: Any, prompt: list[int], parameters: dict, new: int) -> Any:
+def _answer(engine: Any, prompt: list[int], parameters: dict | None, new: int) -> Any:
     from vllm import SamplingParams
 
     wanted = SamplingParams(
         temperature=0, max_tokens=new, ignore_eos=True, detokenize=False,
-        extra_args={"kv_transfer_params": parameters},
+        extra_args=parameters and {"kv_transfer_params": parameters},
     )  # fmt: skip
     (output,) = engine.generate([{"prompt_token_ids": prompt}], wanted, use_tqdm=False)
     return output

@@ -7,8 +7,12 @@ vLLM names blocks by their numbers, and compares two servers once, before the fi
 compares versions, the model's name and shape, and the bytes of a block, so it would copy blocks of
 other maps, other weights or another rotation. Here it also compares the fingerprint that names the
 disk connector's folders, and never copies if the fingerprints differ.
+
+A request whose parameters cannot be right, or whose blocks may be another's by now, is computed
+here (`nixl_parameters`).
 """
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import wraps
@@ -22,6 +26,8 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from kvfold.vllm_plugin.connectors import NIXL_CONNECTOR
 from kvfold.vllm_plugin.disk_connector import cache_fingerprint
+from kvfold.vllm_plugin.log import logger
+from kvfold.vllm_plugin.nixl_parameters import DIGEST, EXPIRY, digest, parameters_problem
 
 MISMATCH = "compatibility hash mismatch"  # in vLLM's message
 # vLLM before 0.28 registers keys and values apart, unless the cache is one of latents.
@@ -35,6 +41,47 @@ class KVFoldNixlConnector(NixlConnector):
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """None: vLLM's order of heads and tokens means nothing to a compressed cache."""
         return None
+
+    def on_new_request(self, request: Any) -> None:
+        if request.kv_transfer_params is not None and (problem := self.problem(request)):
+            logger.warning(
+                "%s: request %s is computed here, as no block is copied with its"
+                " kv_transfer_params: %s",
+                NIXL_CONNECTOR,
+                request.request_id,
+                problem,
+            )
+            request.kv_transfer_params = None
+        super().on_new_request(request)
+
+    def problem(self, request: Any) -> str | None:
+        """What is wrong with a request's parameters; None if they may be used."""
+        scheduler: Any = self.connector_scheduler
+        tokens = scheduler._get_remote_prefill_token_count(request.num_prompt_tokens)
+        num_blocks = []
+        for group, limit in zip(
+            transfer_groups(self.kv_cache_config), scheduler.blocks_per_sw, strict=True
+        ):
+            needed = -(-tokens // group.kv_cache_spec.block_size)
+            num_blocks.append(min(needed, limit) if limit else needed)
+        return parameters_problem(
+            request.kv_transfer_params,
+            (request.prompt_token_ids or [])[:tokens],
+            num_blocks,
+            self.engine_id,
+            self._vllm_config.parallel_config.tensor_parallel_size,
+            time.time(),
+        )
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, Any]:
+        held, params = super().request_finished_all_groups(request, block_ids)
+        if held and params is not None:
+            scheduler: Any = self.connector_scheduler
+            # A heartbeat of the other server, which keeps the blocks here, must come before.
+            seconds = scheduler._kv_lease_duration - scheduler._heartbeat_interval
+            params[EXPIRY] = time.time() + seconds
+            params[DIGEST] = digest(params, request.prompt_token_ids or [])
+        return held, params
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         worker: Any = self.connector_worker
@@ -51,6 +98,13 @@ class KVFoldNixlConnector(NixlConnector):
             worker.xfer_handshake_metadata, compatibility_hash=worker.compat_hash
         )
         worker._nixl_handshake = explained(worker._nixl_handshake)
+        if worker._is_hma_required and not hasattr(worker, "get_transfer_results"):
+            mark_failed_blocks(worker, len(self.kv_cache_config.kv_cache_groups))
+
+
+def transfer_groups(config: Any) -> Any:
+    """The groups of layers whose blocks are copied: in vLLM 0.25.1 all."""
+    return getattr(config, "transfer_groups", config.kv_cache_groups)
 
 
 def opaque_spec(cache: Tensor) -> MLAAttentionSpec:
@@ -86,6 +140,29 @@ def check_regions(
             f" {sum(sizes)} bytes; the cache has {len(wanted)} with {sum(wanted.values())}. Models"
             " whose layers share memory are not supported: leave the connector out"
         )
+
+
+def mark_failed_blocks(worker: Any, num_groups: int) -> None:
+    """Tell the scheduler which blocks were not copied when a copy failed. vLLM 0.25.1 answers with
+    what is in them, unless blocks of all layers have one size and no layer has a window.
+
+    Raises ValueError for several groups of layers, whose blocks its scheduler cannot tell apart.
+    """
+    if num_groups > 1:
+        raise ValueError(
+            f"{NIXL_CONNECTOR}: after a copy that failed, this version of vLLM answers with wrong"
+            " tokens for models with windows: use vLLM 0.32, or leave the connector out"
+        )
+    handle = worker._handle_failed_transfer
+
+    @wraps(handle)
+    def mark(request_id: str, *args: Any, **kwargs: Any) -> Any:
+        copied = worker._recving_metadata.get(request_id)
+        if copied is not None and copied.local_block_ids:
+            worker._invalid_block_ids.put(set(copied.local_block_ids[0]))
+        return handle(request_id, *args, **kwargs)
+
+    worker._handle_failed_transfer = mark
 
 
 def explained(handshake: Callable[..., Any]) -> Callable[..., Any]:
