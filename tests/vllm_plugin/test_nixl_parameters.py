@@ -56,7 +56,7 @@ WRONG = [
 ]
 
 
-def problem(params, prompt: list[int] = PROMPT) -> str:
+def problem(params, prompt: list[int] | None = PROMPT) -> str:
     return parameters_problem(params, prompt, [4, 2], "own", 1, NOW) or ""
 
 
@@ -98,6 +98,14 @@ def test_parameters_of_another_type() -> None:
 def test_parameters_of_another_prompt() -> None:
     for prompt in ([7, *PROMPT[1:]], [*PROMPT[:-1], 7], PROMPT[:-1], []):
         assert "they are of another prompt" in problem(RIGHT, prompt)
+
+
+def test_parameters_of_a_request_that_gives_blocks_back() -> None:
+    """vLLM sends it with another prompt, whose length says nothing about blocks."""
+    assert not problem(RIGHT, None)
+    assert not problem(RIGHT | {"remote_block_ids": [[1], []], EXPIRY: NOW - 9}, None)
+    for name, wrong in (("remote_block_ids", None), ("remote_block_ids", [[]]), ("remote_host", 5)):
+        assert f"`{name}` must be" in problem(RIGHT | {name: wrong}, None)
 
 
 def test_a_message_shows_no_long_value() -> None:

@@ -116,21 +116,23 @@ WRONG = [
 
 
 def test_requests_with_wrong_parameters_are_computed(model: str) -> None:
-    """The last one's are right: the engine goes on, and still copies. Its prompt fills its blocks,
-    which are then as many as without its first new token."""
+    """The last but one's are right: the engine goes on, and still copies. Its prompt fills its
+    blocks, which are then as many as without its first new token. The last one sends them again."""
     make = torch.Generator().manual_seed(2)
     asked = [torch.randint(3, 250, (n,), generator=make).tolist() for n in [70] * len(WRONG) + [96]]
+    asked.append(asked[-1])
 
     def change(parameters: list[dict]) -> list[dict]:
         changed = [make(x) for (make, _), x in zip(WRONG, parameters, strict=False)]
-        return [*changed, parameters[-1]]
+        return [*changed, parameters[-2], dict(parameters[-2])]
 
     options = [with_settings({"bits": 8}, **nixl(role)) for role in ROLES]
     answers = copied(model, asked, options, change)
-    assert len(answers.log) == len(WRONG)
-    for line, (_, text) in zip(answers.log, WRONG, strict=True):
+    texts = [text for _, text in WRONG] + ["their blocks were asked for before"]
+    assert len(answers.log) == len(texts)
+    for line, text in zip(answers.log, texts, strict=True):
         assert "is computed here" in line and text in line
-    assert answers.cached == [0] * len(WRONG) + [96]
+    assert answers.cached[:-1] == [0] * len(WRONG) + [96]
     assert answers.held == 0
     assert answers.tokens == forked(ask, model, asked, with_settings({"bits": 8})).tokens
 

@@ -29,6 +29,7 @@ from kvfold.vllm_plugin.disk_connector import cache_fingerprint
 from kvfold.vllm_plugin.log import logger
 from kvfold.vllm_plugin.nixl_parameters import DIGEST, EXPIRY, digest, parameters_problem
 
+MAX_FETCHED = 10_000  # requests of other servers that are remembered
 MISMATCH = "compatibility hash mismatch"  # in vLLM's message
 # vLLM before 0.28 registers keys and values apart, unless the cache is one of latents.
 SPLITS_CACHES = hasattr(utils.TransferTopology, "get_transfer_cache_regions")
@@ -36,6 +37,11 @@ SPLITS_CACHES = hasattr(utils.TransferTopology, "get_transfer_cache_regions")
 
 class KVFoldNixlConnector(NixlConnector):
     """See the module's docstring. Raises ValueError for caches whose blocks cannot be copied."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Requests whose blocks were asked for, by server and name. They may be another's since.
+        self.fetched: dict[tuple[str, str], None] = {}
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
@@ -57,6 +63,9 @@ class KVFoldNixlConnector(NixlConnector):
     def problem(self, request: Any) -> str | None:
         """What is wrong with a request's parameters; None if they may be used."""
         scheduler: Any = self.connector_scheduler
+        params = request.kv_transfer_params
+        # A request that the API refused gives blocks back, with a prompt of one token.
+        refused = request.abort_immediately
         tokens = scheduler._get_remote_prefill_token_count(request.num_prompt_tokens)
         num_blocks = []
         for group, limit in zip(
@@ -64,14 +73,22 @@ class KVFoldNixlConnector(NixlConnector):
         ):
             needed = -(-tokens // group.kv_cache_spec.block_size)
             num_blocks.append(min(needed, limit) if limit else needed)
-        return parameters_problem(
-            request.kv_transfer_params,
-            (request.prompt_token_ids or [])[:tokens],
+        problem = parameters_problem(
+            params,
+            None if refused else (request.prompt_token_ids or [])[:tokens],
             num_blocks,
             self.engine_id,
             self._vllm_config.parallel_config.tensor_parallel_size,
             time.time(),
         )
+        if problem is None and params.get("do_remote_prefill") and not refused:
+            name = params["remote_engine_id"], params["remote_request_id"]
+            if name in self.fetched:
+                return "their blocks were asked for before, and may be another prompt's since"
+            self.fetched[name] = None
+            if len(self.fetched) > MAX_FETCHED:
+                del self.fetched[next(iter(self.fetched))]
+        return problem
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, Any]:
         held, params = super().request_finished_all_groups(request, block_ids)

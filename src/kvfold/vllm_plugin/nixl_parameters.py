@@ -31,7 +31,7 @@ def digest(params: dict[str, Any], prompt: Sequence[int]) -> str:
 
 def parameters_problem(
     params: Any,
-    prompt: Sequence[int],
+    prompt: Sequence[int] | None,
     num_blocks: Sequence[int],
     engine_id: str,
     tp_size: int,
@@ -39,8 +39,9 @@ def parameters_problem(
 ) -> str | None:
     """What is wrong with the parameters, and what would be right; None if they may be used.
 
-    prompt: the tokens whose blocks are wanted. num_blocks: of each group of layers, those that the
-    prompt fills. engine_id, tp_size: of this server. now: in seconds since 1970.
+    prompt: the tokens whose blocks are wanted; None if they are only given back. num_blocks: of
+    each group of layers, those that the prompt fills. engine_id, tp_size: of this server. now: in
+    seconds since 1970.
     """
     if not isinstance(params, dict):
         return f"they must be an object; got {short(params)}"
@@ -60,13 +61,15 @@ def parameters_problem(
             return f"`{name}` must be {size}, as it is here; got {short(value)}"
     groups = ids if isinstance(ids, list | tuple) else ()
     lists = [x if isinstance(x, list | tuple) else () for x in groups]
-    if [len(x) for x in lists] != list(num_blocks):
+    if [len(x) for x in lists] != list(num_blocks) and (prompt is not None or not any(lists)):
         return (
             f"`remote_block_ids` must be lists of {', '.join(map(str, num_blocks))} numbers for"
             f" this prompt, as the other server returned them; got {short(ids)}"
         )
     if any(type(x) is not int or not 0 <= x < 2**31 for group in lists for x in group):
         return f"`remote_block_ids` must be numbers of blocks; got {short(ids)}"
+    if prompt is None:
+        return None
     if params.get(DIGEST) not in (None, digest(params, prompt)):
         return "they are of another prompt, or were changed on their way"
     expires = params.get(EXPIRY)
