@@ -121,6 +121,21 @@ def test_a_budget_copies_the_context_before_it_evicts(monkeypatch) -> None:
     llm.runner.pool.check_integrity()
 
 
+def test_a_context_s_tokens_are_judged_by_no_other_request_s_queries() -> None:
+    """Nobody computed the context's queries in this slot but a request that is gone."""
+    found = []
+    for others in ([], [tokens(1, 150, seed=3)[0].tolist()]):
+        llm = llm_of(evict="expected-attention", keep_tokens=0.3)
+        context = llm.pack(BOOK, factor=2, measure=False)
+        for ids in others:
+            llm.generate([ids], ASKED)
+        found += llm.generate([QUESTIONS[1]], ASKED, context=context)
+        assert llm.engine.scheduler.compressions.num_done == 1 + len(others)
+    alone, later = ([y.chosen for y in x.logprobs] for x in found)
+    assert found[0].token_ids == found[1].token_ids
+    assert later == pytest.approx(alone, abs=1e-4)
+
+
 def test_what_it_takes_and_costs_is_said() -> None:
     said: list[tuple[str, int, int]] = []
     llm = llm_of()

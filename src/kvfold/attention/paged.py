@@ -77,9 +77,11 @@ class PagedAttention:
             decoded = [x for x in layers if any(y[x.index] is backend for y in decoders)]
             self.backend_factories[backend] = backend.prepare(self.view, decoded, self.observer)
 
-    def entries(self, slots: Tensor, size: int, computed: list[int]) -> PoolEntries:
+    def entries(
+        self, slots: Tensor, size: int, computed: list[int], first: list[int]
+    ) -> PoolEntries:
         """The stored token entries of sequences for eviction policies, as in `PoolEntries`."""
-        return PoolEntries(self.view, self.layers, self.recent, slots, size, computed)
+        return PoolEntries(self.view, self.layers, self.recent, slots, size, computed, first)
 
     @property
     def supports_graphs(self) -> bool:

@@ -59,12 +59,16 @@ class RecentQueries(QueryRing):
             last = part.slice_of(packed)[:, :, -self.width :].transpose(1, 2).flatten(0, 1)
             self.queries[layer].index_copy_(0, rows, last)
 
-    def read(self, layer: int, slots: Tensor, computed: Tensor) -> tuple[Tensor, Tensor]:
-        """The last W queries of sequences slots int64 [B] with `computed` int64 [B] tokens: queries
-        in order [B, Hq, W, dk] and positions int64 [B, W]. Missing ones are 0 at position -1: there
-        were fewer, or the sequence was rolled back and other queries took their places."""
+    def read(
+        self, layer: int, slots: Tensor, computed: Tensor, first: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The last W queries of sequences slots int64 [B] with `computed` int64 [B] tokens, of
+        which the first `first` int64 [B] came with a packed context: queries in order [B, Hq, W,
+        dk] and positions int64 [B, W]. Missing ones are 0 at position -1: there were fewer, or the
+        sequence was rolled back and other queries took their places."""
         positions = computed[:, None] + torch.arange(-self.width, 0, device=self.device)
         rows = self._rows(slots[:, None], positions)
-        is_present = (positions >= 0) & (self.positions[rows] == positions)
+        # At earlier positions are queries of the sequence that had the slot before.
+        is_present = (positions >= first[:, None]) & (self.positions[rows] == positions)
         q = self.queries[layer][rows].where(is_present[..., None, None], 0.0)
         return q.transpose(1, 2), positions.where(is_present, -1)

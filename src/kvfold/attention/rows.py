@@ -53,7 +53,8 @@ class PoolEntries:
 
     slots: int64 [B].
     size: S.
-    computed: tokens of each sequence.
+    computed: tokens of each sequence; first: of those, the tokens of a packed context, whose
+        queries the sequence did not compute.
     recent: the buffer of last queries, if there is one.
     """
 
@@ -63,6 +64,7 @@ class PoolEntries:
     slots: Tensor
     size: int
     computed: list[int]
+    first: list[int]
 
     def keys(self, layer: int) -> Tensor:
         """Keys in the space of scores [B, Hk, S, d or r]."""
@@ -85,8 +87,8 @@ class PoolEntries:
     def queries(self, layer: int) -> tuple[Tensor, Tensor]:
         """The last W queries [B, Hq, W, d or r] and their positions int64 [B, W]."""
         assert self.recent is not None, "queries are kept for policies that need them"
-        computed = upload(np.array(self.computed), self.slots.device)
-        return self.recent.read(layer, self.slots, computed)
+        computed, first = upload(np.array((self.computed, self.first)), self.slots.device)
+        return self.recent.read(layer, self.slots, computed, first)
 
     def _stored(self, layer: int) -> StoredRows:
         return gather_entries(self.view, self.layers[layer], self.slots, self.size)

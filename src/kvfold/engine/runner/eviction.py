@@ -34,13 +34,15 @@ class Held:
     """A sequence to compress.
 
     computed: number of tokens it has computed. protected: number of last tokens that are never
-        evicted (None: as the policy says).
+        evicted (None: as the policy says). context: number of tokens of the packed context that it
+        begins with.
     """
 
     slot: int
     computed: int
     budget: Budget
     protected: int | None
+    context: int = 0
 
     def recent(self, policy: Policy, page: int, num_groups: int) -> int:
         """Number of last tokens that are never evicted."""
@@ -112,7 +114,7 @@ class Eviction:
     def compress(self, requests: list[Request]) -> None:
         """Evict entries of requests down to their budgets, and free the pages."""
         work = [
-            Held(x.open_slot, x.num_computed, budget, x.cache.protected)
+            Held(x.open_slot, x.num_computed, budget, x.cache.protected, x.context_length)
             for x in requests
             if (budget := self.budget(x)) is not None
         ]
@@ -149,6 +151,7 @@ class Eviction:
         metrics, positions, valid = self.tracked(*slots)
         lengths, computed = self.pool.host_lengths[slots], [x.computed for x in chunk]
         index = upload(np.array(slots), self.device)
+        contexts = [x.context for x in chunk]
         return EntriesView(
             positions=positions,
             valid=valid,
@@ -158,7 +161,7 @@ class Eviction:
             in_order=bool((lengths == np.array(computed)[:, None]).all()),
             layers=self.heads,
             needs=policy.scorer.needs,
-            source=self.attention.entries(index, valid.shape[2], computed),
+            source=self.attention.entries(index, valid.shape[2], computed, contexts),
             generator=self.generator,
             scale=self.pool.layout.spec.geometry.scaling,
             sinks=policy.sinks,
