@@ -5,6 +5,7 @@ Without a GPU the kernels run in Triton's interpreter.
 
 import os
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from kvfold.calibration.calibrate import calibrate
 from kvfold.compression.compressor import Compressor
 from kvfold.config import CacheConfig, Ratios
 from kvfold.engine.api.llm import LLM
-from kvfold.engine.requests.request import SamplingParams
+from kvfold.engine.requests.request import Batch, SamplingParams
 from kvfold.engine.runner import demotion, eviction
 from kvfold.engine.runner.build import build_runner, check_served
 from kvfold.engine.runner.demotion import Demoter, low_rank_columns
@@ -267,6 +268,26 @@ def test_tokens_do_not_depend_on_others() -> None:
         engine(2**21).generate([x], [p])[0].token_ids for x, p in zip(prompts, params, strict=True)
     ]
     assert found == alone
+
+
+@pytest.mark.parametrize("by", ["denominators", "attention"])
+def test_a_step_is_repeated_only_if_importance_stays(
+    by: Literal["denominators", "attention"],
+) -> None:
+    """A step that fails, for want of memory, runs again in halves."""
+    config = CacheConfig(kv_bytes=2**21, page=PAGE)
+    runner = build_runner(
+        folded("llama-gqa", replace(RATIOS, by=by)), config, num_slots=2, max_tokens=96
+    )
+    (request,) = sequences_of(runner, 30)
+    step(runner, (request, 20))
+    chunk = request.next_chunk(10)
+    runner.pool.extend([request.open_slot], [10])
+    importance = []
+    for _ in range(2):
+        runner.run(Batch(chunks=(chunk,)))
+        importance.append(runner.eviction.tracked(request.open_slot)[0])
+    assert torch.allclose(*importance) is runner.can_retry is (by == "denominators")
 
 
 def test_goes_on_where_memory_is_short() -> None:

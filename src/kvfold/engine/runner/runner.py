@@ -234,10 +234,11 @@ class ModelRunner:
     @property
     def can_retry(self) -> bool:
         """See `Runner`. Not with a residual, whose blocks may have been packed and overwritten; nor
-        if attention was added to eviction metrics, which would count it twice; nor with an exact
+        if attention was added to metrics, which would count it twice; nor with an exact
         window, whose oldest tokens a step overwrites."""
-        layout = self.pool.layout
-        return not (layout.residual or layout.window or self.attention.view.observing)
+        layout, hybrid = self.pool.layout, self.pool.layout.spec.hybrid
+        observed = self.attention.view.observing or (hybrid and hybrid.by == "attention")
+        return not (layout.residual or layout.window or observed)
 
     @torch.inference_mode()
     def free_outside_windows(self, batch: Batch) -> None:
