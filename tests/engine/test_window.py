@@ -18,6 +18,8 @@ from kvfold.engine.runner.build import build_runner
 from kvfold.engine.runner.runner import ModelRunner
 from kvfold.engine.runner.trial import run_tokens
 from kvfold.maps.sidecar import Sidecar
+from kvfold.ops.prefill import KVView, Seen
+from kvfold.ops.prefill.plan import NEVER
 from kvfold.utils.errors import SettingError
 from maps_engine_cases import apart
 from model_types import tiny
@@ -184,6 +186,22 @@ def test_padding_of_a_call_is_no_output(
     found = step(runner, *((x, x.num_prompt) for x in requests))
     for ids, logits in zip(prompts, found, strict=True):
         assert apart(logits, emulated(model, maps, whole(3), ids)[-1]) < CLOSE
+
+
+def test_padding_of_a_block_comes_before_tokens_that_do_not_exist(
+    compressed: Compressed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a kernel takes these for visible, and reads on behind the last."""
+    last, inner = list[int](), attention_window.prefill
+
+    def prefill(q: Tensor, keys: KVView, values: KVView, seen: Seen, scale: float) -> Any:
+        last.append(int(seen.queries.max()))
+        return inner(q, keys, values, seen, scale)
+
+    monkeypatch.setattr(attention_window, "prefill", prefill)
+    model, maps = compressed("llama", "swift")
+    decoded(runner_of(model, 3, maps=maps), ids_of(21), rest=[])
+    assert 21 < max(last) < NEVER
 
 
 class Since(Window):

@@ -35,6 +35,7 @@ from kvfold.ops.backend import use_triton
 from kvfold.ops.prefill import KVView, prefill, why_not
 from kvfold.ops.prefill import triton as prefill_triton
 from kvfold.ops.prefill.plan import (
+    NEVER,
     Cut,
     Widths,
     classes_of,
@@ -131,6 +132,15 @@ def test_heads_of_any_rank_in_a_middle_chunk(positions: bool, window: int | None
 def test_windows_around_a_tile() -> None:
     for window in (15, 16, 17, 31, 33):
         Case.of(((16, 16),), ((64,),), 16, first=48, window=window).check()
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_padding_of_queries_sees_no_row_behind_the_last(window: int | None) -> None:
+    """An exact window pads blocks with queries that come after all tokens."""
+    case = Case.of(((16, 16),), ((40,), (3,)), 12, first=28, positions=True, window=window)
+    queries = case.seen.queries.clone()
+    queries[:, -4:] = NEVER - 1
+    replace(case, seen=replace(case.seen, queries=queries)).check()
 
 
 def test_rows_that_all_queries_are_behind() -> None:

@@ -264,7 +264,7 @@ class _Chunk:
         self.seen = Seen(
             counts=torch.full_like(positions[:, :1], positions.shape[1]),
             owner=(0,) * heads, positions=positions[:, None].contiguous(),
-            queries=blocks.queries(part.positions[:, None, :, None], NEVER).flatten(1),
+            queries=blocks.queries(part.positions[:, None, :, None], NEVER - 1).flatten(1),
             window=self.tokens,
         )  # fmt: skip
 

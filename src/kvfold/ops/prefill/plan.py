@@ -19,7 +19,7 @@ from kvfold.ops.common.plan import padded_width
 WIDEST = 256  # value columns of a unit
 WIDEST_ROWS = (256, 512)  # key and value rank
 DTYPES = {torch.float16, torch.bfloat16}
-NEVER = 2**31 - 1  # the position of a token that does not exist
+NEVER = 2**31 - 1  # the position of a token that does not exist; queries come before it
 Widths = tuple[int, int, int]  # DK, EK, DV
 
 
