@@ -401,7 +401,7 @@ def check_alike(
 def show(model: str, results: "dict[str, SuiteResult]") -> None:
     """Print the results of a model."""
     for name, result in results.items():
-        kinds = ", ".join(f"{kind} {count}" for kind, count in result.kinds.items())
+        kinds = ", ".join(f"{count} {kind}" for kind, count in result.kinds.items())
         print(
             f"{name}, {model}: {percent(result.score)}, {result.right} of {len(result.answers)} "
             f"right, {result.num_tokens} tokens in {result.seconds:.1f} s; {kinds}"
