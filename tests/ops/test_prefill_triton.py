@@ -35,7 +35,7 @@ from kvfold.ops.backend import use_triton
 from kvfold.ops.prefill import KVView, prefill, why_not
 from kvfold.ops.prefill import triton as prefill_triton
 from kvfold.ops.prefill.plan import (
-    NEVER,
+    LAST,
     Cut,
     Widths,
     classes_of,
@@ -139,7 +139,7 @@ def test_padding_of_queries_sees_no_row_behind_the_last(window: int | None) -> N
     """An exact window pads blocks with queries that come after all tokens."""
     case = Case.of(((16, 16),), ((40,), (3,)), 12, first=28, positions=True, window=window)
     queries = case.seen.queries.clone()
-    queries[:, -4:] = NEVER - 1
+    queries[:, -4:] = LAST
     replace(case, seen=replace(case.seen, queries=queries)).check()
 
 

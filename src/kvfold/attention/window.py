@@ -30,7 +30,7 @@ from kvfold.ops import store
 from kvfold.ops.common.pages import LayerPages, owner_of
 from kvfold.ops.merge import merged
 from kvfold.ops.prefill import KVView, Seen, prefill
-from kvfold.ops.prefill.plan import NEVER
+from kvfold.ops.prefill.plan import LAST, NEVER
 
 # Backends that decode entries and the ring, in order of preference; the last supports everything.
 WEIGHING: tuple[type[AttentionBackend], ...] = (TritonDecode, LatentDecode, NumbaDecode, Fallback)
@@ -264,7 +264,7 @@ class _Chunk:
         self.seen = Seen(
             counts=torch.full_like(positions[:, :1], positions.shape[1]),
             owner=(0,) * heads, positions=positions[:, None].contiguous(),
-            queries=blocks.queries(part.positions[:, None, :, None], NEVER - 1).flatten(1),
+            queries=blocks.queries(part.positions[:, None, :, None], LAST).flatten(1),
             window=self.tokens,
         )  # fmt: skip
 

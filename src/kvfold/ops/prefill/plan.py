@@ -19,7 +19,8 @@ from kvfold.ops.common.plan import padded_width
 WIDEST = 256  # value columns of a unit
 WIDEST_ROWS = (256, 512)  # key and value rank
 DTYPES = {torch.float16, torch.bfloat16}
-NEVER = 2**31 - 1  # the position of a token that does not exist; queries come before it
+NEVER = 2**31 - 1  # the position of a token that does not exist
+LAST = NEVER - 1  # the position of a query that pads: it comes after all tokens that exist
 Widths = tuple[int, int, int]  # DK, EK, DV
 
 

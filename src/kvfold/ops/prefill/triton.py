@@ -179,7 +179,6 @@ def prefill_kernel(
         for i in tl.range(0, tl.cdiv(count, BN), 128):  # stop: behind the last tile that is seen
             bottom = tl.load(bottoms + i + number, i + number < tl.cdiv(count, BN), 2147483647)
             stop = tl.maximum(stop, tl.max(tl.where(bottom <= latest, i + number + 1, 0)))
-        stop = tl.minimum(stop, tl.cdiv(count, BN))  # padding of queries sees beyond all tokens
     else:
         begin, low = 0, 0
         if WINDOW:
