@@ -372,6 +372,9 @@ def measure_nixl(folder: Path, path: Path, options: argparse.Namespace) -> Repor
     return about | {"rows": rows, "devices": devices, "nixl": nixl_versions()}
 
 
+PAIRS = {"pair": measure_pair, "nixl": measure_nixl}
+
+
 def in_process(call: Callable[..., Report], *args: Any) -> Report:
     """What a call returns, made in a process of its own, whose GPU memory goes with it."""
     context = get_context("spawn")
@@ -455,11 +458,10 @@ def main() -> None:
             if time.perf_counter() - begin > options.limit:
                 report.setdefault("left_out", []).append(tier)
                 continue
-            parent = options.shared if tier in ("pair", "nixl") else options.folder
+            parent = options.shared if tier in PAIRS else options.folder
             with tempfile.TemporaryDirectory(prefix="kvfold-tiers-", dir=parent) as path:
-                if tier in ("pair", "nixl"):
-                    measure = measure_pair if tier == "pair" else measure_nixl
-                    measured = measure(folder, Path(path), options)
+                if tier in PAIRS:
+                    measured = PAIRS[tier](folder, Path(path), options)
                 else:
                     measured = in_process(measure_tier, tier, folder, Path(path), options)
             report["tiers"][tier] = measured

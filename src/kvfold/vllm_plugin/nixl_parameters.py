@@ -10,9 +10,7 @@ from hashlib import sha256
 from typing import Any
 
 # Added by the server that holds the blocks. A proxy may drop them: then they are not compared.
-EXPIRY = (
-    "kvfold_expires"  # until when requests for the blocks must have come, in seconds since 1970
-)
+EXPIRY = "kvfold_expires"  # seconds since 1970, until when requests for the blocks must have come
 DIGEST = "kvfold_digest"  # of the prompt and its blocks
 TYPES = {
     "remote_engine_id": (str, "a string"),
