@@ -94,7 +94,10 @@ SETTINGS = {
     "small-8x": planned("small", 8),
     "small-10x": planned("small", 10),
     "small-7x-window": planned("small", 7, window=WINDOW),
-    # With their windows 7 and 10 times smaller at 8192 tokens.
+    # With their windows 4, 5, 7 and 10 times smaller at 8192 tokens.
+    "small-4.3x-window": planned("small", 4.27, window=WINDOW),
+    "swift-4.3x-window": planned("swift", 4.27, *FOR_SPEED, window=WINDOW),
+    "swift-5.4x-window": planned("swift", 5.42, *FOR_SPEED, window=WINDOW),
     "small-7.9x-window": planned("small", 7.86, window=WINDOW),
     "small-11.9x-window": planned("small", 11.85, window=WINDOW),
     "small-7x-recovered": planned("small", 7, "--fold", "--set", "recover=96"),
