@@ -11,7 +11,6 @@ When watched code changes, see code_versions.py.
 """
 
 import argparse
-import math
 import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator
@@ -64,7 +63,17 @@ def with_window(factor: float) -> float:
 
 
 FACTOR_7 = "`--recipe small --factor 7`", 7
-WINDOW_7, WINDOW_10 = with_window(7.86), with_window(11.85)
+
+
+def windowed(factor: float) -> tuple[str, float]:
+    return f"`small` {factor}x, window of 128", with_window(factor)
+
+
+WINDOWS = {  # settings with an exact window, as FLAGS
+    "small-4.3x-window": windowed(4.27),
+    "small-7.9x-window": windowed(7.86),
+    "small-11.9x-window": windowed(11.85),
+}
 FP8 = "vLLM's `--kv-cache-dtype fp8`", 2
 QUESTIONS = {  # settings of questions-qwen.json, as FLAGS
     "bits-8": FLAGS["bits-8"],
@@ -75,10 +84,9 @@ QUESTIONS = {  # settings of questions-qwen.json, as FLAGS
     "swift-5x": FLAGS["swift-5x-speed"],
     "small-6x": FLAGS["small-6x"],
     "small-7x": FACTOR_7,
-    "small-7.9x-window": ("`--recipe small --factor 7.86`, window of 128", WINDOW_7),
     "small-8x": FLAGS["small-8x"],
     "small-10x": FLAGS["small-10x"],
-    "small-11.9x-window": ("`--recipe small --factor 11.85`, window of 128", WINDOW_10),
+    **WINDOWS,
     "kivi-4": ("KIVI, 4 bits", 3.1),
     "kivi-2": ("KIVI, 2 bits", 5),
     "palu-j": ("Palu J, half of the dimensions", 2),
@@ -93,9 +101,9 @@ RULER = {  # settings of ruler-qwen-*.json, as FLAGS
     "small-4x": FLAGS["small-4x"],
     "swift-4x": FLAGS["default"],
     "swift-5x": FLAGS["swift-5x-speed"],
-    "small-6x": FLAGS["small-6x"],
     "small-7x": FACTOR_7,
     "small-8x": FLAGS["small-8x"],
+    **WINDOWS,
     "kvzip-before": ("`kvzip` 1/4", 4 * EVICTED),
     "kvzip-repair-before": ("`kvzip` 1/4, repair", 4 * EVICTED),
     "kvzip-half-repair-bits-4-before": ("`kvzip` 1/2, repair, 4 bits", 2 * EVICTED_4),
@@ -169,16 +177,14 @@ def questions() -> str:
     def line(setting: str, label: str, size: float) -> list[str]:
         suites = [found[setting][x] for x in ("math", "code")]
         lost = [(x["difference"], x["difference_se"]) for x in suites]
-        error = math.hypot(*(x for _, x in lost)) / 2
-        lost.append((statistics.fmean(x for x, _ in lost), error))
         points = [f"{100 * mean:+.1f} ± {100 * error:.1f}" for mean, error in lost]
         return [label + mark("questions-qwen", setting), smaller(size), *points]
 
     original = found["original"]
     first = [f"{100 * original[x]['score']:.1f} %" for x in ("math", "code")]
-    head = ["setting", "smaller", "GSM8K, 500", "HumanEval, 164", "mean of both"]
+    head = ["setting", "smaller", "GSM8K, 500", "HumanEval, 164"]
     rows = (line(name, *x) for name, x in QUESTIONS.items())
-    return markdown(head, [["uncompressed", "1x", *first, ""], *rows])
+    return markdown(head, [["uncompressed", "1x", *first], *rows])
 
 
 def smollm2() -> str:
