@@ -348,8 +348,10 @@ def measure_nixl(folder: Path, path: Path, options: argparse.Namespace) -> Repor
 
     first_gpu, second_gpu = options.gpus
     with started(first_gpu, folder, path, options, "kv_producer", serve=serve_nixl) as prefill:
-        about = prefill.recv()  # on one GPU one engine after the other measures its memory
+        if first_gpu == second_gpu:
+            prefill.poll(None)  # one engine after the other measures its memory
         with started(second_gpu, folder, path, options, "kv_consumer", serve=serve_nixl) as decode:
+            about = prefill.recv()
             devices, rows = [about["device"], decode.recv()["device"]], []
             others = prompts_of(options, seed=1)
             for number, (prompt, other) in enumerate(zip(prompts_of(options), others, strict=True)):
