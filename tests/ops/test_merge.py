@@ -49,3 +49,15 @@ def test_both_sets_share_a_softmax(module, dtype, queries: int, width: int, othe
     error = (found.float() - expected).abs().max()
     assert error <= rounding(dtype, sum(sizes) + 2 * DECODED) * values.abs().max()
     assert torch.allclose(found_total, total, atol=1e-5)
+
+
+@pytest.mark.parametrize("module", [reference, triton])
+def test_sets_without_entries(module) -> None:
+    """Their outputs, which nobody wrote, are not read; without any entries the output is 0."""
+    nothing = torch.full((1, 1, 2, 16), torch.nan, device=DEVICE)
+    lse = torch.tensor([[[-torch.inf, 2.0]]], device=DEVICE)
+    other_lse = torch.full_like(lse, -torch.inf)
+    out = torch.where(lse.isfinite()[..., None], torch.ones_like(nothing), nothing)
+    for inputs in ((out, lse, nothing, other_lse), (nothing, other_lse, out, lse)):
+        found, total = module.merged(*inputs)
+        assert found[0, 0].tolist() == [[0.0] * 16, [1.0] * 16] and torch.equal(total, lse)

@@ -73,6 +73,9 @@ class Fallback(AttentionBackend):
         k = layer.score_keys(stored.rows, rope_of(layer, stored, pages.groups, part.stop))
         v = layer.value_columns.spread(layer.value_columns.gather(stored.rows))
         heads = group_of_head(pages.groups, q.device)
-        valid = stored.valid[:, heads].expand(-1, k.shape[1], -1)
+        valid = stored.valid[:, heads]
+        if layer.window is not None:
+            valid = valid & (stored.positions[:, heads] > part.positions[..., None] - layer.window)
+        valid = valid.expand(-1, k.shape[1], -1)
         out, lse = attend_rows(q[:, :, 0], k, v, valid, layer.scale, layer.softcap)
         return torch.cat((out.float(), lse[..., None]), -1)[:, :, None]

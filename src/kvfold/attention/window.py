@@ -8,7 +8,7 @@ sequence, N tokens of a window, S = N + T; M tokens of a step; Hq / Hk query / K
 dims of keys / values, R numbers of an entry of the ring, W input width of W_O.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,15 +16,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvfold.attention.backend import AttentionBackend, Task, Weighed
-from kvfold.attention.base import Columns, LayerAttention
+from kvfold.attention.base import Columns, LayerAttention, LayerShape
 from kvfold.attention.fallback import Fallback
-from kvfold.attention.metadata import AttentionMetadata, PoolView
+from kvfold.attention.metadata import AttentionMetadata, CacheView, PoolView
 from kvfold.attention.numba_decode import NumbaDecode
 from kvfold.attention.rows import rope_of
 from kvfold.attention.selector import select
 from kvfold.attention.triton_decode import LatentDecode, TritonDecode
 from kvfold.attention.triton_prefill import views_of
-from kvfold.cache.window import WindowPages
+from kvfold.cache.window import WindowPages, entries_of
 from kvfold.layout.pages import CacheLayout
 from kvfold.ops import store
 from kvfold.ops.common.pages import LayerPages, owner_of
@@ -93,17 +93,13 @@ class WindowAttention:
         recent = {i: ring.pages(i) for i in older}
         self.older = _View(view, view.layout, older, lengths)
         self.recent = _View(view, ring.layout, recent, ring.lengths)
-        self.layers = [_uncompressed(x, ring.layout) for x in layers]
-        task = Task(decode=True, observed=False, device_type=view.device.type, dtype=view.dtype)
-        self.decoders = [
-            _Decoders(self.older, layers, task),
-            _Decoders(self.recent, self.layers, task),
-        ]
+        self.layers = [uncompressed(x, ring.layout) for x in layers]
+        self.decoders = [Decoders(self.older, layers), Decoders(self.recent, self.layers)]
 
     @property
     def supports_graphs(self) -> bool:
         """Whether a CUDA graph can capture a decode step."""
-        return all(x.supports_graphs for side in self.decoders for x in side.kinds)
+        return all(side.supports_graphs for side in self.decoders)
 
     def begin(
         self, parts: Sequence[AttentionMetadata], slots: Tensor, positions: Tensor
@@ -117,27 +113,38 @@ class WindowAttention:
         return WindowStep(self, parts, slots, positions)
 
 
-class _Decoders:
+class Decoders:
     """The decode backends of one side. kinds: by layer."""
 
-    def __init__(self, view: _View, layers: Sequence[LayerAttention], task: Task) -> None:
+    def __init__(self, view: CacheView, layers: Sequence[LayerAttention]) -> None:
         self.view = view
-        self.kinds = [
-            select(x, view.layout.groups_of_layer(x.index), task, WEIGHING).backend for x in layers
-        ]
-        pairs = list(zip(layers, self.kinds, strict=True))
+        self.kinds = decoding_kinds(layers, view.layout, view.device.type, view.dtype)
         self.make = {
-            kind: kind.prepare(view, [x for x, chosen in pairs if chosen is kind], None)
-            for kind in set(self.kinds)
+            kind: kind.prepare(view, [x for x in layers if self.kinds[x.index] is kind], None)
+            for kind in set(self.kinds.values())
         }
 
-    def begin(self) -> list[AttentionBackend]:
-        """The backends of a step, by layer."""
-        backends = {kind: make(self.view) for kind, make in self.make.items()}
-        return [backends[kind] for kind in self.kinds]
+    @property
+    def supports_graphs(self) -> bool:
+        return all(kind.supports_graphs for kind in self.kinds.values())
+
+    def begin(self, view: CacheView | None = None) -> dict[int, AttentionBackend]:
+        """The backends of a step, by layer. view: of the step, if each has its own."""
+        backends = {kind: make(view or self.view) for kind, make in self.make.items()}
+        return {index: backends[kind] for index, kind in self.kinds.items()}
 
 
-def _uncompressed(layer: LayerAttention, layout: CacheLayout) -> LayerAttention:
+def decoding_kinds(
+    layers: Sequence[LayerShape], layout: CacheLayout, device_type: str, dtype: torch.dtype
+) -> dict[int, type[AttentionBackend]]:
+    """The backends that decode one side, by layer. Uses no device."""
+    task = Task(decode=True, observed=False, device_type=device_type, dtype=dtype)
+    return {
+        x.index: select(x, layout.groups_of_layer(x.index), task, WEIGHING).backend for x in layers
+    }
+
+
+def uncompressed(layer: LayerAttention, layout: CacheLayout) -> LayerAttention:
     """The description of a layer that stores keys and values as they are."""
     spec = layout.spec.layers[layer.index]
     keys, values = (Columns(spec, x) for x in (spec.key_latents, spec.value_latents))
@@ -145,6 +152,43 @@ def _uncompressed(layer: LayerAttention, layout: CacheLayout) -> LayerAttention:
         layer, spec=spec, key_columns=keys, value_columns=values, key_up=None, key_mean=None,
         value_up=None, output_maps=None, rope=None,
     )  # fmt: skip
+
+
+def weigh_older(
+    layer: LayerAttention,
+    part: AttentionMetadata,
+    q: Tensor,
+    view: CacheView,
+    decoder: AttentionBackend,
+    last: Tensor | None,
+) -> Weighed:
+    """Attention of q [B, Hq, T, .] in the space of scores to compressed entries, with values
+    projected up: [B, Hq, T, dv].
+
+    decoder: reads the entries of a part that decodes.
+    last: int32 [B, T], position of the last entry that each query sees, in a part that prefills.
+    """
+    mapped = False
+    if part.decode:
+        out, lse = decoder.weigh(layer, part, q)
+    else:
+        assert last is not None, "a prefill's queries see different entries"
+        pages = view.pages[layer.index]
+        counts = pages.lengths[part.slots]
+        stored = store.gather(pages, part.slots, counts, view.dtype, part.size(layer.index))
+        rope = rope_of(layer, stored, pages.groups, part.stop)
+        keys, values, mapped = views_of(layer, q, stored.rows, rope)
+        owner = owner_of(pages.groups)
+        visible = Seen(counts=counts, owner=owner, positions=None, queries=last)
+        out, lse = prefill(q, keys, values, visible, layer.scale)
+    heads = layer.merge_heads(out.to(q.dtype), mapped)
+    return heads.unflatten(2, (out.shape[1], -1)).transpose(1, 2), lse
+
+
+def attended(layer: LayerAttention, recent: Weighed, older: Weighed, dtype: torch.dtype) -> Tensor:
+    """The input of W_O [B, T, W], from attention to recent and to older tokens."""
+    out, _ = layer.with_sinks(*merged(*recent, *older))
+    return out.to(dtype).transpose(1, 2).flatten(2)
 
 
 class WindowStep:
@@ -171,18 +215,18 @@ class WindowStep:
             self.last_tokens = torch.cat([x.flatten() for x in last])
             slots, positions = slots[self.last_tokens], positions[self.last_tokens]
         self.slots, self.index = slots, (positions % self.tokens).long()
-        self.chunks = {id(x): _Chunk(x, attention.ring) for x in parts if not x.decode}
+        self.chunks = {id(x): Chunk.of_ring(x, attention.ring) for x in parts if not x.decode}
         self.current: ExactTokens | None = None
         self.before: dict[int, Tensor] = {}
 
     def keep(self, layer: LayerAttention, exact: ExactTokens) -> None:
         """Store a layer's keys and values of the step's tokens in the rings, after reading what
         they overwrite."""
-        ring, pages = self.attention.ring, self.attention.recent.pages[layer.index]
+        pages = self.attention.recent.pages[layer.index]
         self.current = exact
-        entries = ring.entries(exact.keys, exact.values)
+        entries = entries_of(exact.keys, exact.values)
         self.before = {
-            name: chunk.entries(pages, entries, self.attention.view.dtype)
+            name: chunk.entries(pages, chunk.part.slots, entries, self.attention.view.dtype)
             for name, chunk in self.chunks.items()
         }
         if self.last_tokens is not None:
@@ -194,11 +238,10 @@ class WindowStep:
         """Attention of q [B, Hq, T, .] in the space of scores, after `keep`: [B, T, W]."""
         assert self.current is not None, "the layer's exact tokens come first"
         exact_q = part.slice_of(self.current.queries[None])
-        near = self._near(layer, part, exact_q)
-        out, _ = layer.with_sinks(*merged(*near, *self._far(layer, part, q)))
-        return out.to(q.dtype).transpose(1, 2).flatten(2)
+        recent, older = self._recent(layer, part, exact_q), self._older(layer, part, q)
+        return attended(layer, recent, older, q.dtype)
 
-    def _near(self, layer: LayerAttention, part: AttentionMetadata, q: Tensor) -> Weighed:
+    def _recent(self, layer: LayerAttention, part: AttentionMetadata, q: Tensor) -> Weighed:
         """Attention of q [B, Hq, T, d] to the window: [B, Hq, T, dv]."""
         plain = self.attention.layers[layer.index]
         if part.decode:
@@ -206,77 +249,81 @@ class WindowStep:
             rows = len(part.slots) * self.tokens * groups
             window = replace(part, rows=rows, lengths=part.lengths.clip(max=self.tokens))
             return self.recent[layer.index].weigh(plain, window, q)
-        entries, chunk = self.before[id(part)], self.chunks[id(part)]
-        keys, values = (
-            KVView(entries, *x.head_columns) for x in (plain.key_columns, plain.value_columns)
-        )
-        blocks = chunk.blocks.queries(q)
-        out, lse = prefill(blocks, keys, values, chunk.seen, layer.scale)
-        return chunk.blocks.joined(out), chunk.blocks.joined(lse[..., None])[..., 0]
+        return self.chunks[id(part)].weigh(plain, q, self.before[id(part)])
 
-    def _far(self, layer: LayerAttention, part: AttentionMetadata, q: Tensor) -> Weighed:
+    def _older(self, layer: LayerAttention, part: AttentionMetadata, q: Tensor) -> Weighed:
         """Attention of q [B, Hq, T, .] to the compressed entries before the window, with values
         projected up: [B, Hq, T, dv]."""
-        mapped = False
-        if part.decode:
-            out, lse = self.older[layer.index].weigh(layer, part, q)
-        else:
-            view = self.attention.view
-            pages = view.pages[layer.index]
-            counts = pages.lengths[part.slots]
-            stored = store.gather(pages, part.slots, counts, view.dtype, part.size(layer.index))
-            keys, values, mapped = views_of(
-                layer, q, stored.rows, rope_of(layer, stored, pages.groups, part.stop)
-            )
-            visible = Seen(
-                counts=counts, owner=owner_of(pages.groups), positions=None,
-                queries=self.chunks[id(part)].last_far,
-            )  # fmt: skip
-            out, lse = prefill(q, keys, values, visible, layer.scale)
-        heads = layer.merge_heads(out.to(q.dtype), mapped)
-        return heads.unflatten(2, (out.shape[1], -1)).transpose(1, 2), lse
+        last = None if part.decode else self.chunks[id(part)].last_older
+        view, decoder = self.attention.view, self.older[layer.index]
+        return weigh_older(layer, part, q, view, decoder, last)
 
 
-class _Chunk:
-    """The tokens that a prefill part sees exactly: those of the ring, then its own.
+class Chunk:
+    """The tokens that a prefill part sees exactly: those of its window's pages, then its own.
 
-    index: int64 [B, S], where entry s is in a ring and the part's entries behind it, in the order
-        of positions.
+    size: entries of the pages.
+    index: int64 [B, S], where entry s is in the pages and the part's entries behind them, in the
+        order of positions.
     is_visible: bool [B, S]; False for padding and for tokens that were not stored exactly.
-    last_far: int32 [B, T], position of the last token that each query sees compressed.
+    last_older: int32 [B, T], position of the last token that each query sees compressed.
     """
 
-    def __init__(self, part: AttentionMetadata, ring: WindowPages) -> None:
-        self.part, self.tokens = part, ring.tokens
-        queries, first = part.positions.long(), ring.first[part.slots][:, None]
+    def __init__(
+        self,
+        part: AttentionMetadata,
+        tokens: int,
+        first: Tensor,
+        size: int,
+        place: Callable[[Tensor], Tensor],
+        heads: int,
+    ) -> None:
+        """tokens: N. first: int64 [B, 1], position of the first token that is stored exactly.
+        place: from positions of tokens before the part to their entries in the pages. heads: Hk."""
+        self.part, self.tokens, self.size = part, tokens, size
+        queries = part.positions.long()
         start = queries[:, :1]
-        row = torch.arange(self.tokens + queries.shape[1], device=queries.device)
+        row = torch.arange(tokens + queries.shape[1], device=queries.device)
         # Shorter parts of a call are padded with their first token, which counts once.
         padding = (queries.diff(dim=1) == 0).sum(1, keepdim=True)
-        positions = start - self.tokens - padding + row
-        self.index = torch.where(positions < start, positions % self.tokens, row)
-        self.is_visible = positions >= torch.maximum(first, start - self.tokens)
-        self.last_far = torch.maximum(queries - self.tokens, first - 1).int()
-        self.blocks = blocks = _Blocks(self.tokens, queries.shape[1])
+        positions = start - tokens - padding + row
+        self.index = torch.where(positions < start, place(positions), row + (size - tokens))
+        self.is_visible = positions >= torch.maximum(first, start - tokens)
+        self.last_older = torch.maximum(queries - tokens, first - 1).int()
+        self.blocks = blocks = _Blocks(tokens, queries.shape[1])
         positions = positions.masked_fill(~self.is_visible, NEVER).int()
         positions = blocks.keys(positions[..., None], NEVER)[..., 0]
-        heads = ring.layout.spec.geometry.num_kv_heads
         self.seen = Seen(
             counts=torch.full_like(positions[:, :1], positions.shape[1]),
             owner=(0,) * heads, positions=positions[:, None].contiguous(),
             queries=blocks.queries(part.positions[:, None, :, None], LAST).flatten(1),
-            window=self.tokens,
+            window=tokens,
         )  # fmt: skip
 
-    def entries(self, pages: LayerPages, packed: Tensor, dtype: torch.dtype) -> Tensor:
-        """Entries [B * blocks, ., R] of the ring, before it is written to, and of the part's own
-        tokens. packed [M, R]: of the step's."""
-        part = self.part
-        counts = part.slots.new_full((len(part.slots), len(pages.groups)), self.tokens)
-        held = store.gather(pages, part.slots, counts, dtype, self.tokens).rows
-        entries = torch.cat((held, part.slice_of(packed[None, None])[:, 0]), 1)
-        entries = entries.gather(1, self.index[..., None].expand_as(entries))
+    @classmethod
+    def of_ring(cls, part: AttentionMetadata, ring: WindowPages) -> "Chunk":
+        first, heads = ring.first[part.slots][:, None], ring.layout.spec.geometry.num_kv_heads
+        tokens = ring.tokens
+        return cls(part, tokens, first, tokens, lambda positions: positions % tokens, heads)
+
+    def entries(
+        self, pages: LayerPages, slots: Tensor, packed: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        """Entries [B * blocks, ., R] of the pages of `slots` [B], before they are written to, and
+        of the part's own tokens. packed [M, R]: of the step's."""
+        counts = slots.new_full((len(slots), len(pages.groups)), self.size)
+        held = store.gather(pages, slots, counts, dtype, self.size).rows
+        entries = torch.cat((held, self.part.slice_of(packed[None, None])[:, 0]), 1)
+        entries = entries.gather(1, self.index[..., None].expand(-1, -1, entries.shape[-1]))
         return self.blocks.keys(entries.masked_fill(~self.is_visible[..., None], 0))
+
+    def weigh(self, plain: LayerAttention, q: Tensor, entries: Tensor) -> Weighed:
+        """Attention of q [B, Hq, T, d] to `entries`: [B, Hq, T, dv]."""
+        keys, values = (
+            KVView(entries, *x.head_columns) for x in (plain.key_columns, plain.value_columns)
+        )
+        out, lse = prefill(self.blocks.queries(q), keys, values, self.seen, plain.scale)
+        return self.blocks.joined(out), self.blocks.joined(lse[..., None])[..., 0]
 
 
 class _Blocks:

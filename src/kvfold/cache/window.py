@@ -43,6 +43,7 @@ class WindowPages:
         tables, lengths = self.block_tables[:, where], self.lengths[:, where]
         return LayerPages(self.arena, tables, lengths, self.layout.groups_of_layer(layer))
 
-    def entries(self, keys: Tensor, values: Tensor) -> Tensor:
-        """Entries [M, R] of the keys [Hk, M, d] and values [Hk, M, dv] of M tokens."""
-        return torch.cat([x.transpose(0, 1).flatten(1) for x in (keys, values)], 1)
+
+def entries_of(keys: Tensor, values: Tensor) -> Tensor:
+    """Entries [M, R] of the keys [Hk, M, d] and values [Hk, M, dv] of M tokens."""
+    return torch.cat([x.transpose(0, 1).flatten(1) for x in (keys, values)], 1)

@@ -483,12 +483,14 @@ def with_coarse_bits(fine: CacheLayout, coarse: CacheLayout) -> CacheLayout:
     return replace(padded(fine), coarse=padded(coarse))
 
 
-def with_window(layout: CacheLayout, tokens: int, itemsize: int) -> CacheLayout:
+def with_window(
+    layout: CacheLayout, tokens: int, itemsize: int, page: int = WINDOW_PAGE
+) -> CacheLayout:
     """`layout` with the last `tokens` tokens of a sequence kept as the model computed them, too, in
-    numbers of `itemsize` bytes."""
+    numbers of `itemsize` bytes. page: tokens of a page of these."""
     geometry = layout.spec.geometry
     spec = CacheSpec(geometry=geometry, layers=(plain_layer(geometry),) * len(layout.spec.layers))
-    exact = cache_layout(spec, page=WINDOW_PAGE, itemsize=itemsize, bits=UNQUANTIZED_BITS)
+    exact = cache_layout(spec, page=page, itemsize=itemsize, bits=UNQUANTIZED_BITS)
     return replace(layout, window=tokens, exact=exact)
 
 

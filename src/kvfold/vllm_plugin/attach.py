@@ -28,6 +28,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
+from kvfold.attention.window import ExactTokens
 from kvfold.config import CacheConfig
 from kvfold.layout import CacheSpec, Geometry
 from kvfold.maps.engine_model import LayerProjections, served_layer, served_spec
@@ -37,6 +38,7 @@ from kvfold.maps.plain import Means, full_spec, mean_positions, plain_maps
 from kvfold.maps.sidecar import Sidecar
 from kvfold.models.rotary import RotaryTable, position_limit
 from kvfold.vllm_plugin.backend import CachedImpl, KVFoldBackend, KVFoldMetadata
+from kvfold.vllm_plugin.exact import check_window, exact_blocks, share_blocks
 from kvfold.vllm_plugin.guard import guard_logits
 from kvfold.vllm_plugin.layer import slot_fields
 from kvfold.vllm_plugin.model_cache import ModelCache, check_served, parse_settings
@@ -91,12 +93,21 @@ class MappedImpl(CachedImpl):
             for blocks, metadata in self.profiling_steps(output, kv_cache):
                 self.forward(layer, query, key, value, blocks, metadata, output)
             return output.zero_()
-        tokens = attn_metadata.num_tokens
-        context = attn_metadata.begin()
+        tokens, has_window = attn_metadata.num_tokens, self.model_cache.cache.window > 0
+        context = attn_metadata.begin(exact_blocks if has_window else None)
         positions = context.positions if self.maps.reconstructs_keys else None
         if not self.reads_only:
             key, value = key[:tokens], value[:tokens]
         query, out = query[:tokens], output[:tokens].view(tokens, -1)
+        if attn_metadata.exact is not None:
+            caches = self.model_cache.blocks_of_layer(
+                kv_cache, attn_metadata.exact.cache, self.index, context.view.layout.page
+            )
+            q, entries = self.score_space(query, key, value, positions)
+            assert entries is not None, "with a window each layer stores its own"
+            exact = self.exact_tokens(query, key, value)
+            context.attend_in_window(self.maps, caches, q, entries, exact, out)
+            return output
         context.project_and_attend(
             self.maps,
             kv_cache,
@@ -124,6 +135,13 @@ class MappedImpl(CachedImpl):
             return self.projections.score_space(query, None, None)
         return self.projections.score_space(query, key, self.gather_values(value), positions)
 
+    def exact_tokens(self, query: Tensor, key: Tensor, value: Tensor) -> ExactTokens:
+        """Keys lack the constants that stored keys lack."""
+        constant = self.projections.key_constant
+        if constant is not None:
+            key = key - constant
+        return ExactTokens(*(x.transpose(0, 1) for x in (query, key, value)))
+
     def gather_values(self, value: Tensor) -> Tensor:
         """Values [N, h, dv] of all heads that this process's value latents depend on."""
         if self.heads is None:
@@ -147,15 +165,20 @@ def attach(model: nn.Module, vllm_config: VllmConfig, settings: Any) -> None:
             " and values in another way, as multi-head latent attention does): leave kvfold out of"
             " --additional-config"
         )
-    if maps is None:
+    if cache.window:
+        check_window(cache.window, layers.values(), vllm_config)
+    if maps is None or cache.window:
         model_config = vllm_config.model_config
         limit = position_limit(model_config.hf_text_config)
         positions = mean_positions(limit or model_config.max_model_len)
-        inputs = record_inputs(model, vllm_config, layers, positions)
-        attach_plain_maps(MapsBinding(layers, inputs, vllm_config, cache))
+        spread = record_inputs(model, vllm_config, layers, positions)
+    if maps is None:
+        attach_plain_maps(MapsBinding(layers, spread, vllm_config, cache))
     else:
         inputs = record_inputs(model, vllm_config, layers, torch.arange(TOKENS))
         attach_sidecar(MapsBinding(layers, inputs, vllm_config, cache), Sidecar.load(maps))
+    if cache.window:
+        attach_window(cache.window, layers, spread, vllm_config)
     profile_memory(vllm_config)
     guard_logits(model, vllm_config.model_config)
     if vllm_config.model_config.is_hybrid:
@@ -284,6 +307,33 @@ def attach_plain_maps(binding: MapsBinding) -> None:
             if not can_probe(vllm_config):
                 means = Means(means.keys * 0, means.values * 0)
             binding.attach_maps(number, model_cache, index, plain_maps(means))
+
+
+def attach_window(
+    window: int,
+    layers: Mapping[int, Attention],
+    inputs: Mapping[int, AttentionInputs],
+    vllm_config: VllmConfig,
+) -> None:
+    """Give layers with maps blocks of exact tokens. inputs: of tokens that are far apart.
+
+    Raises ValueError for a model some of whose layers have no maps, or maps of another cache.
+    """
+    impls = {number: layer.impl for number, layer in layers.items()}
+    mapped = {x: impl for x, impl in impls.items() if isinstance(impl, MappedImpl)}
+    caches = {id(impl.model_cache): impl.model_cache for impl in mapped.values()}
+    if len(mapped) < len(layers) or len(caches) > 1:
+        raise ValueError(
+            f"{PLUGIN}: window={window}: some layers of this model have no maps, or other heads"
+            " than others, and with an exact window all layers must store alike: leave `window` out"
+        )
+    (model_cache,) = caches.values()
+    model_cache.check_compressed()
+    for number, impl in mapped.items():
+        key, value = (x.transpose(0, 1) for x in (inputs[number].key, inputs[number].value))
+        means = Means.of(key, value, capped=False, sinks=impl.maps.has_sinks)
+        impl.projections.lack_constant_of(means.keys)
+    share_blocks({x.layer_name: x for x in layers.values()}, model_cache, vllm_config)
 
 
 def source_layer(number: int, layer: Attention) -> int:

@@ -1,8 +1,8 @@
 """kvfold's attention backend for vLLM: turns vLLM's metadata into steps of `BlockAttention`."""
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -21,6 +21,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from kvfold.attention.base import LayerAttention
+from kvfold.vllm_plugin.block_window import window_decoders
 from kvfold.vllm_plugin.blocks import (
     BlockAttention,
     BlockContext,
@@ -72,20 +73,36 @@ class KVFoldBackend(AttentionBackend):
         return max(default_block_size, PREFERRED_BLOCK_SIZE)
 
 
+@dataclass(frozen=True, eq=False)
+class ExactBlocks:
+    """Blocks of exact tokens in a step: tables and slots, and the blocks of all layers."""
+
+    step: BlockStep
+    cache: Tensor
+
+
 @dataclass
 class KVFoldMetadata:
     """Metadata of a step. context: created by the step's first layer, so that a CUDA graph captures
-    what it computes."""
+    what it computes. attention: None if layers attend with other metadata of the same step.
+    exact: blocks of exact tokens, if there is a window."""
 
     num_tokens: int
     step: BlockStep
-    attention: BlockAttention
+    attention: BlockAttention | None = None
     context: BlockContext | None = None
+    exact: ExactBlocks | None = None
 
-    def begin(self) -> BlockContext:
-        """The step's context, created at the first call."""
+    def begin(self, exact: Callable[[], ExactBlocks] | None = None) -> BlockContext:
+        """The step's context, created at the first call. exact: returns the step's exact blocks,
+        if there is a window."""
+        assert self.attention is not None
         if self.context is None:
-            self.context = self.attention.begin(self.step)
+            step = self.step
+            if exact is not None:
+                self.exact = self.exact or exact()
+                step = replace(step, exact=self.exact.step)
+            self.context = self.attention.begin(step)
         return self.context
 
 
@@ -123,7 +140,10 @@ class KVFoldBuilder(AttentionMetadataBuilder[KVFoldMetadata]):
             backends = choose_backends(
                 [impl.maps], layout, device_type, impl.model_cache.dtype, decode=True
             )
-            if not all(backend.supports_graphs for backend in backends.values()):
+            chosen = [*backends.values()]
+            if layout.exact is not None:
+                chosen = window_decoders(impl.maps, layout, device_type, impl.model_cache.dtype)
+            if not all(backend.supports_graphs for backend in chosen):
                 return AttentionCGSupport.NEVER
         return cls._cudagraph_support
 
@@ -148,16 +168,27 @@ class KVFoldBuilder(AttentionMetadataBuilder[KVFoldMetadata]):
         self, metadata: CommonAttentionMetadata, max_lengths: list[int] | None
     ) -> KVFoldMetadata:
         num_decodes, _, _, _ = split_decodes_and_prefills(metadata, decode_threshold=1)
-        num_requests = metadata.num_reqs
-        step = BlockStep(
-            tables=metadata.block_table_tensor[:num_requests],
-            lengths=metadata.seq_lens[:num_requests],
-            slots=metadata.slot_mapping[: metadata.num_actual_tokens],
-            num_decodes=num_decodes,
-            starts=metadata.query_start_loc_cpu[: num_requests + 1].tolist(),
-            max_lengths=max_lengths,
-        )
+        starts = metadata.query_start_loc_cpu[: metadata.num_reqs + 1].tolist()
+        step = block_step(metadata, num_decodes, starts, max_lengths)
         return KVFoldMetadata(metadata.num_actual_tokens, step, self.attention)
+
+
+def block_step(
+    metadata: CommonAttentionMetadata,
+    num_decodes: int,
+    starts: Sequence[int],
+    max_lengths: Sequence[int] | None,
+) -> BlockStep:
+    """A step with vLLM's tables, lengths and slots."""
+    num_requests = metadata.num_reqs
+    return BlockStep(
+        tables=metadata.block_table_tensor[:num_requests],
+        lengths=metadata.seq_lens[:num_requests],
+        slots=metadata.slot_mapping[: metadata.num_actual_tokens],
+        num_decodes=num_decodes,
+        starts=starts,
+        max_lengths=max_lengths,
+    )
 
 
 class CachedImpl(AttentionImpl[KVFoldMetadata]):

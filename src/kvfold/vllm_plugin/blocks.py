@@ -29,11 +29,13 @@ from kvfold.attention.numba_decode import NumbaDecode
 from kvfold.attention.selector import select, warn_of_fallback
 from kvfold.attention.triton_decode import LatentDecode, TritonDecode
 from kvfold.attention.triton_prefill import TritonPrefill
+from kvfold.attention.window import ExactTokens
 from kvfold.layout.pages import UNIT, CacheLayout, Group
 from kvfold.ops import store
 from kvfold.ops.common.pages import LayerPages
 from kvfold.ops.common.plan import cdiv
 from kvfold.ops.common.recording import Recording, Weights, copy
+from kvfold.vllm_plugin.block_window import BlockWindow, BlockWindowStep
 from kvfold.vllm_plugin.flash import FlashPrefill
 
 # In order of preference; the first that supports a layer is used (`attention.selector`).
@@ -55,6 +57,7 @@ class BlockStep:
     slots int64 [N]: where each new token is stored, block * page + offset; negative: nowhere.
     starts [B + 1]: first token of each request (on the host).
     max_lengths [B]: upper bounds of `lengths` (on the host); None while a graph is captured.
+    exact: tables and slots of the blocks with exact tokens, if there is a window.
     """
 
     tables: Tensor
@@ -63,6 +66,7 @@ class BlockStep:
     num_decodes: int
     starts: Sequence[int]
     max_lengths: Sequence[int] | None
+    exact: "BlockStep | None" = None
 
     def decodes(self) -> "BlockStep":
         """The step's decoding requests alone, without the lengths that the host knows."""
@@ -73,6 +77,7 @@ class BlockStep:
             num_decodes=self.num_decodes,
             starts=self.starts[: self.num_decodes + 1],
             max_lengths=None,
+            exact=None if self.exact is None else self.exact.decodes(),
         )
 
 
@@ -96,10 +101,14 @@ class BlockView:
 
 
 class BlockAttention:
-    """Attention of some of a model's layers over an engine's blocks: what all steps share."""
+    """Attention of some of a model's layers over an engine's blocks: what all steps share.
+
+    window: if queries see their last tokens exactly.
+    """
 
     def __init__(self, layers: Sequence[LayerAttention], view: BlockView) -> None:
         self.layers, self.view = {layer.index: layer for layer in layers}, view
+        self.window = BlockWindow(layers, view) if view.layout.window else None
         self.locations: dict[int, BlockLocation] = {}
         self.decode = choose_backends(
             layers, view.layout, view.device.type, view.dtype, decode=True
@@ -133,11 +142,12 @@ class BlockAttention:
 
     def location(self, layer: int, cache: Tensor) -> "BlockLocation":
         """Where a layer's blocks are in memory; computed once per buffer."""
-        known = self.locations.get(layer)
-        if known is None or (known.data_ptr, known.blocks) != (cache.data_ptr(), len(cache)):
-            groups = self.view.layout.groups_of_layer(layer)
-            known = self.locations[layer] = BlockLocation.of(cache, groups)
-        return known
+        return _located(self.locations, self.view.layout, layer, cache)
+
+    def exact_location(self, layer: int, cache: Tensor) -> "BlockLocation":
+        """Where the blocks of a layer's exact tokens are."""
+        assert self.window is not None
+        return _located(self.window.locations, self.window.layout, layer, cache)
 
     @torch.inference_mode()
     def warm_up(self, max_num_decodes: int) -> None:
@@ -234,6 +244,20 @@ class BlockLocation(NamedTuple):
         )
         return cls(len(cache), cache.data_ptr(), arena, stride, units, tables)
 
+    def offsets(self, blocks: Tensor) -> Tensor:
+        """Offsets of the pages of blocks: int [.., 1, n] -> int32 [.., G, n]."""
+        return _page_offsets(blocks, self.units, self.stride)
+
+
+def _located(
+    known: dict[int, BlockLocation], layout: CacheLayout, layer: int, cache: Tensor
+) -> BlockLocation:
+    """The location of a layer's blocks; computed once per buffer, and kept in `known`."""
+    location = known.get(layer)
+    if location is None or (location.data_ptr, location.blocks) != (cache.data_ptr(), len(cache)):
+        location = known[layer] = BlockLocation.of(cache, layout.groups_of_layer(layer))
+    return location
+
 
 def choose_backends(
     layers: Sequence[LayerAttention],
@@ -274,6 +298,9 @@ class BlockContext:
         self.recordings: dict[Hashable, Recording] = {}
         self.tables: dict[tuple[int, ...], Tensor] = {}
         self.indices: dict[int, tuple[Tensor, Tensor]] = {}  # by number of groups
+        self.window = None
+        if attention.window is not None and step.exact is not None:
+            self.window = BlockWindowStep(attention.window, self)
 
     @cached_property
     def positions(self) -> Tensor:
@@ -291,6 +318,22 @@ class BlockContext:
         """
         inputs = [q] if entries is None else [q, entries]
         self.project_and_attend(layer, cache, lambda: (q, entries), inputs, layer.weights, out)
+
+    def attend_in_window(
+        self,
+        layer: LayerAttention,
+        caches: tuple[Tensor, Tensor],
+        q: Tensor,
+        entries: Tensor,
+        exact: ExactTokens,
+        out: Tensor,
+    ) -> None:
+        """Like `attend`, with exact tokens. caches: the layer's blocks of entries and of exact
+        tokens."""
+        assert self.window is not None, "the step has exact blocks"
+        location = self.attention.location(layer.index, caches[0])
+        exact_location = self.attention.exact_location(layer.index, caches[1])
+        self.window.attend(layer, location, exact_location, q, entries, exact, out)
 
     def project_and_attend(
         self,
@@ -327,7 +370,7 @@ class BlockContext:
         entries: Tensor | None,
         out: Tensor,
     ) -> None:
-        self._store(layer, location, entries)
+        self.store(layer, location, entries)
         attention, packed = self.attention, q[None]
         for part in self.parts:
             backends = attention.decode if part.decode else attention.prefill
@@ -338,9 +381,7 @@ class BlockContext:
             if outputs.data_ptr() != part_out.data_ptr():
                 copy(part_out, outputs)
 
-    def _store(
-        self, layer: LayerAttention, location: BlockLocation, entries: Tensor | None
-    ) -> None:
+    def store(self, layer: LayerAttention, location: BlockLocation, entries: Tensor | None) -> None:
         """Append the step's entries, unless another layer stores them, and set the layer's
         pages."""
         groups = self.view.layout.groups_of_layer(layer.index)
@@ -364,9 +405,7 @@ class BlockContext:
         them."""
         key = location.stride, *location.units
         if key not in self.tables:
-            self.tables[key] = _page_offsets(
-                self.step.tables[:, None], location.units, location.stride
-            )
+            self.tables[key] = location.offsets(self.step.tables[:, None])
         return self.tables[key]
 
     def _parts(self) -> list[AttentionMetadata]:

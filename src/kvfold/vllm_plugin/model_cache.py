@@ -1,17 +1,19 @@
 """The compressed cache of a model under vLLM: its spec, its settings and its size."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from kvfold.config import CacheConfig
+from kvfold.config import PAGE, CacheConfig
 from kvfold.hub.checkpoint import KVFoldConfig
 from kvfold.layout import CacheSpec
 from kvfold.layout.formats import format_of
-from kvfold.layout.pages import CacheLayout, cache_layout
+from kvfold.layout.pages import UNIT, CacheLayout, cache_layout, with_window
 from kvfold.maps.engine_model import rotated_maps
 from kvfold.maps.layer_maps import Maps
 from kvfold.models.families import family_of
@@ -19,7 +21,7 @@ from kvfold.vllm_plugin.connectors import check_connectors
 from kvfold.vllm_plugin.tensor_parallel import ProcessShare
 
 MAPS = "maps"
-SERVED = ("bits", "rotate", "sub_group", "zeros")  # supported fields of CacheConfig
+SERVED = ("bits", "rotate", "sub_group", "zeros", "window")  # supported fields of CacheConfig
 # Fields that are not supported: the reason, and the way out.
 REFUSED = {
     "evict": "vLLM has one block table for all heads of a layer, so heads cannot evict "
@@ -32,7 +34,7 @@ REFUSED = {
 }
 REFUSED["keep_tokens"] = REFUSED["max_cache_tokens"] = REFUSED["repair"] = REFUSED["evict"]
 REFUSED["residual"] = REFUSED["format"]
-REFUSED["window"] = "exact windows are in kvfold's own engine; leave it out, or use kvfold.LLM"
+EXACT_BLOCK = 16  # exact tokens of a block, with a window
 
 
 def parse_settings(config: Any) -> tuple[str | None, CacheConfig]:
@@ -156,6 +158,48 @@ class ModelCache:
         """The pages of this process. block_size: tokens of a block."""
         return _layout(self, self.share, block_size)
 
+    def check_compressed(self) -> None:
+        """Raises ValueError for an exact window beside entries that are exact themselves."""
+        layout = self.layout(PAGE)
+        assert layout.exact is not None
+        if layout.bits_per_token >= layout.exact.bits_per_token:
+            raise ValueError(
+                f"kvfold's plugin for vLLM: window={self.cache.window} keeps the last tokens"
+                " exactly beside compressed ones, and here all tokens keep all numbers in 16 bits:"
+                " set bits to 8 or fewer, or leave `window` out"
+            )
+
+    def block_size(self, block_size: int) -> int:
+        """Tokens of a block of entries. block_size: of vLLM's config; with a window it is a
+        multiple of it, whose entries take as many bytes as EXACT_BLOCK exact tokens."""
+        size = block_size
+        if self.cache.window:
+            exact = self._exact_bytes(size) * len(self.spec.layers)
+            while sum(_entry_bytes(self, size)) < exact:
+                size += block_size
+        return size
+
+    def shared_block_bytes(self, block_size: int) -> int:
+        """Bytes of a block of all layers, with a window. block_size: tokens of a block of
+        entries."""
+        whole = math.lcm(UNIT, block_size)
+        return -(-sum(_entry_bytes(self, block_size)) // whole) * whole
+
+    def blocks_of_layer(
+        self, entries: Tensor, exact: Tensor, layer: int, block_size: int
+    ) -> tuple[Tensor, Tensor]:
+        """A layer's part of blocks [.., bytes] of entries and of exact tokens, with a window."""
+        sizes = _entry_bytes(self, block_size)
+        first, size = sum(sizes[:layer]), self._exact_bytes(block_size)
+        entries, exact = entries.flatten(1), exact.flatten(1)
+        return entries[:, first : first + sizes[layer]], exact[:, layer * size : (layer + 1) * size]
+
+    def _exact_bytes(self, block_size: int) -> int:
+        """Bytes of a layer's block of exact tokens."""
+        exact = self.layout(block_size).exact
+        assert exact is not None
+        return sum(group.layout.page_bytes for group in exact.groups_of_layer(0))
+
     def block_bytes(self, layer: int, block_size: int) -> int:
         """Bytes of a layer's block. vLLM wants all processes to have the same, so it is the largest
         of all processes."""
@@ -167,14 +211,22 @@ class ModelCache:
 
 
 @lru_cache
+def _entry_bytes(model_cache: ModelCache, block_size: int) -> tuple[int, ...]:
+    """Bytes of each layer's block."""
+    layers = range(len(model_cache.spec.layers))
+    return tuple(model_cache.block_bytes(i, block_size) for i in layers)
+
+
+@lru_cache
 def _layout(model_cache: ModelCache, share: ProcessShare, block_size: int) -> CacheLayout:
-    cache = model_cache.cache
-    return cache_layout(
+    cache, itemsize = model_cache.cache, model_cache.dtype.itemsize
+    layout = cache_layout(
         share.local_spec(model_cache.spec),
         page=block_size,
-        itemsize=model_cache.dtype.itemsize,
+        itemsize=itemsize,
         bits=cache.bits,
         sub_group=cache.sub_group,
         zeros=cache.zeros,
         format=cache.format,
     )
+    return with_window(layout, cache.window, itemsize, EXACT_BLOCK) if cache.window else layout

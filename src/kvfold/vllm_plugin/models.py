@@ -90,6 +90,12 @@ def model_cache_of(vllm_config: VllmConfig) -> ModelCache:
             "kvfold in --additional-config: maps: this checkpoint is folded and needs no maps:"
             " leave `maps` out, or serve the original model with them"
         )
+    if cache.window:
+        raise ValueError(
+            f"kvfold in --additional-config: window={cache.window}: this checkpoint is folded and"
+            " computes compressed keys and values: leave `window` out, or serve the original model"
+            " with maps"
+        )
     return ModelCache.from_checkpoint(model.hf_config, cache, model.dtype, share)
 
 

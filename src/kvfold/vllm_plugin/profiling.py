@@ -8,6 +8,7 @@ to one block.
 
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,12 +19,14 @@ from kvfold.attention.fallback import Fallback
 from kvfold.ops.common.plan import cdiv
 from kvfold.vllm_plugin.backend import (
     CachedImpl,
+    ExactBlocks,
     KVFoldMetadata,
     cached_impls,
     make_block_attention,
 )
 from kvfold.vllm_plugin.blocks import MAX_PROMPT_TOKENS, BlockAttention, BlockStep
 from kvfold.vllm_plugin.log import logger
+from kvfold.vllm_plugin.model_cache import EXACT_BLOCK
 from kvfold.vllm_plugin.trial import compile_kernels
 
 MEASURED = ("cuda", "xpu")  # devices whose memory vLLM measures
@@ -64,29 +67,41 @@ class MemoryProfile:
         attention = self.pending.pop(impl, None)
         if attention is None:
             return
-        page = attention.view.layout.page
+        page, has_window = attention.view.layout.page, attention.window is not None
         size = impl.model_cache.block_bytes(impl.maps.index, page)
+        if has_window:
+            size = impl.model_cache.shared_block_bytes(page)
         blocks = torch.zeros(2, size, dtype=torch.uint8, device=device)
         num_decodes = self._num_decodes(impl, attention, tokens)
         for decodes, chunks in sorted({(0, 1), (num_decodes, 1), (num_decodes, self._chunks())}):
             step = self._step(tokens, decodes, chunks, page, device)
-            metadata = KVFoldMetadata(tokens, step, attention)
+            exact = self._exact_blocks(step, blocks) if has_window else None
+            metadata = KVFoldMetadata(tokens, step, attention, exact=exact)
             yield blocks, metadata
         self.held_metadata.append(metadata)
         if not self.pending:
             self.held_metadata.clear()
 
+    def _exact_blocks(self, step: BlockStep, blocks: Tensor) -> ExactBlocks:
+        """Blocks of exact tokens for a step: of its blocks of entries, whose bytes do not count."""
+        columns = cdiv(self.config.model_config.max_model_len, EXACT_BLOCK)
+        tables = step.tables[:, :1].expand(-1, columns)
+        slots = EXACT_BLOCK + torch.arange(len(step.slots), device=blocks.device) % EXACT_BLOCK
+        return ExactBlocks(replace(step, tables=tables, slots=slots), blocks)
+
     def _one_per_kind(self, device: torch.device) -> dict[CachedImpl, BlockAttention]:
         """The layer with the widest entries of all that share a metadata builder; the same in all
         processes."""
-        block_size, kinds = self.config.cache_config.block_size, defaultdict(list)
+        kinds = defaultdict(list)
         for impl in cached_impls(self.config):
             if not impl.reads_only:
+                block_size = impl.model_cache.block_size(self.config.cache_config.block_size)
                 size = impl.model_cache.block_bytes(impl.maps.index, block_size)
                 kinds[id(impl.model_cache), size, impl.maps.window].append(impl)
         layers = {}
         for impls in kinds.values():
             widest = max(impls, key=lambda x: x.model_cache.spec.layers[x.maps.index].row_width)
+            block_size = widest.model_cache.block_size(self.config.cache_config.block_size)
             attention = make_block_attention(impls, block_size, self.config, device)
             if device.type == "cuda":
                 compile_kernels(attention, impls, self.config.scheduler_config.max_num_seqs)

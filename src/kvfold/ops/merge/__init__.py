@@ -17,8 +17,8 @@ def merged(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tu
     log2-sum-exp2, fp32 [B, Hq, T].
 
     out [B, Hq, T, dv] and other_out [B, Hq, T, d <= dv], which counts as 0 beyond d: last stride 1.
-    lse, other_lse: fp32 [B, Hq, T], log2-sum-exp2 of the scores, -inf for a set without entries;
-        every query must have an entry in one of them.
+    lse, other_lse: fp32 [B, Hq, T], log2-sum-exp2 of the scores, -inf for a set without entries,
+        whose output may hold any numbers. A query without entries in both gets 0 and -inf.
     """
     module = MERGE.choose(out.device.type).module
     result: tuple[Tensor, Tensor] = module.merged(out, lse, other_out, other_lse)

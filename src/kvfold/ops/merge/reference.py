@@ -9,5 +9,8 @@ def merged(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tu
     """Like `ops.merge.merged`."""
     total = torch.logaddexp2(lse, other_lse)
     other_out = F.pad(other_out, (0, out.shape[-1] - other_out.shape[-1]))
-    share, other_share = ((x - total).exp2()[..., None] for x in (lse, other_lse))
-    return (out.float() * share + other_out.float() * other_share).to(out.dtype), total
+    parts = [
+        (x.float() * (y - total).exp2()[..., None]).masked_fill((y == -torch.inf)[..., None], 0)
+        for x, y in ((out, lse), (other_out, other_lse))
+    ]
+    return (parts[0] + parts[1]).to(out.dtype), total

@@ -30,11 +30,14 @@ def merge_kernel(
     column = tl.arange(0, BLOCK)
     after_launch(PDL)
     old_a, old_b = tl.load(lse_a + item), tl.load(lse_b + item)
+    has_a, has_b = old_a > float("-inf"), old_b > float("-inf")
     peak = tl.maximum(old_a, old_b)
-    share_a, share_b = tl.exp2(old_a - peak), tl.exp2(old_b - peak)
-    mass = share_a + share_b
+    share_a = tl.where(has_a, tl.exp2(old_a - peak), 0.0)
+    share_b = tl.where(has_b, tl.exp2(old_b - peak), 0.0)
+    mass = tl.where(has_a | has_b, share_a + share_b, 1.0)
     x = tl.load(a + s * a_b + h * a_h + t * a_t + column, column < DV, 0.0).to(tl.float32)
     y = tl.load(b + s * b_b + h * b_h + t * b_t + column, column < DB, 0.0).to(tl.float32)
+    x, y = tl.where(has_a, x, 0.0), tl.where(has_b, y, 0.0)
     tl.store(out + item * DV + column, x * (share_a / mass) + y * (share_b / mass), column < DV)
     tl.store(total + item, peak + tl.log2(mass))
 
