@@ -127,3 +127,13 @@ def loaded(path: str):
     return AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager"
     ).eval()
+
+
+def before_rope_spec(layer, maps, joint: bool) -> LayerSpec:
+    heads = tuple(range(layer.num_kv_heads))
+    if joint:
+        latents = [Latent(side="kv", heads=heads, rank=maps.key_down.shape[2])]
+    else:
+        latents = [Latent(side="k", heads=(x,), rank=maps.key_down.shape[2]) for x in heads]
+        latents.append(Latent(side="v", heads=heads, rank=maps.value_down.shape[2]))
+    return LayerSpec(keys="pre_rope", values="rebuilt", latents=tuple(latents))

@@ -15,11 +15,19 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
 import kvfold
 from forks import forked
-from kvfold.layout import Latent, LayerSpec
 from kvfold.maps.layers import attention_layers
 from kvfold.maps.sidecar import Sidecar
 from maps_rope_cases import maps_of
-from vllm_maps_cases import NEW, Answers, alone, generated, loaded, prompts, sidecar
+from vllm_maps_cases import (
+    NEW,
+    Answers,
+    alone,
+    before_rope_spec,
+    generated,
+    loaded,
+    prompts,
+    sidecar,
+)
 from vllm_quantised import KINDS, quantised
 from vllm_types import REFUSED, TYPES, build
 
@@ -138,16 +146,6 @@ def test_keys_before_rope(name: str, joint: bool, tmp_path: Path) -> None:
     found = served(path, {"maps": str(tmp_path / "maps")})
     kvfold.attach(model, str(tmp_path / "maps"))
     check_tokens(found.tokens, model)
-
-
-def before_rope_spec(layer, maps, joint: bool) -> LayerSpec:
-    heads = tuple(range(layer.num_kv_heads))
-    if joint:
-        latents = [Latent(side="kv", heads=heads, rank=maps.key_down.shape[2])]
-    else:
-        latents = [Latent(side="k", heads=(x,), rank=maps.key_down.shape[2]) for x in heads]
-        latents.append(Latent(side="v", heads=heads, rank=maps.value_down.shape[2]))
-    return LayerSpec(keys="pre_rope", values="rebuilt", latents=tuple(latents))
 
 
 def test_lora(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
+from kvfold.ops.common.plan import cdiv
 from kvfold.vllm_plugin.backend import (
     ExactBlocks,
     KVFoldBackend,
@@ -26,6 +27,7 @@ from kvfold.vllm_plugin.backend import (
     KVFoldMetadata,
     block_step,
 )
+from kvfold.vllm_plugin.log import logger
 from kvfold.vllm_plugin.model_cache import EXACT_BLOCK, ModelCache
 
 # Names of the cache-only layers. vLLM orders caches by the number in their layers' names.
@@ -65,7 +67,31 @@ class CacheLayer(AttentionLayerBase):
     ) -> None:
         self.backend, self.num_heads = backend, num_heads
         self.model_cache, self.window = model_cache, window
-        self.kv_cache = torch.tensor([])
+        self.tokens = self.entries_block = 0  # of the longest request, and of a block of entries
+        self._kv_cache = torch.tensor([])
+
+    @property
+    def kv_cache(self) -> Tensor:
+        """Set by vLLM."""
+        return self._kv_cache
+
+    @kv_cache.setter
+    def kv_cache(self, blocks: Tensor) -> None:
+        self._kv_cache = blocks
+        if self.window and blocks.numel():
+            self._log_capacity(len(blocks))
+
+    def _log_capacity(self, blocks: int) -> None:
+        entries, exact = cdiv(self.tokens, self.entries_block), cdiv(self.window, EXACT_BLOCK) + 1
+        requests = blocks / (entries + exact)
+        logger.info(
+            "kvfold: window=%d: a request of %d tokens takes %d blocks for its entries (%d tokens"
+            " each) and %d for its exact tokens (%d each). The cache holds %.1f such requests, or %d"
+            " tokens. vLLM's own figure is lower: it adds the exact tokens of a prompt's whole"
+            " chunk to each request.",
+            self.window, self.tokens, entries, self.entries_block, exact, EXACT_BLOCK, requests,
+            requests * self.tokens,
+        )  # fmt: skip
 
     def get_attn_backend(self) -> type[KVFoldBackend]:
         return self.backend
@@ -73,7 +99,8 @@ class CacheLayer(AttentionLayerBase):
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
         """Opaque bytes per token. window: tokens after which they are freed; 0: never."""
         cache = self.model_cache
-        entries_block = cache.block_size(vllm_config.cache_config.block_size)
+        self.tokens = vllm_config.model_config.max_model_len
+        self.entries_block = entries_block = cache.block_size(vllm_config.cache_config.block_size)
         block_size = EXACT_BLOCK if self.window else entries_block
         fields: dict[str, Any] = {
             "block_size": block_size,
@@ -83,7 +110,8 @@ class CacheLayer(AttentionLayerBase):
             "dtype": torch.int8,
         }
         if self.window:
-            return SlidingWindowSpec(sliding_window=self.window, **fields)
+            # With a window of 1, vLLM caches none of its blocks, and then finds no prefix.
+            return SlidingWindowSpec(sliding_window=max(2, self.window), **fields)
         return FullAttentionSpec(**fields)
 
 
