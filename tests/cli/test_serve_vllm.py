@@ -37,12 +37,14 @@ def words_of(started: list[list[str]], *options: str) -> list[str]:
 def test_options_are_translated(started, capsys: pytest.CaptureFixture) -> None:
     path, *flags = words_of(
         started, "reference:gqa", "--bits", "4", "--sub-group", "32", "--page", "64",
-        "--kv-bytes", "1000000", "--max-sequences", "7", "--max-tokens", "900", "--dtype",
+        "--window", "64", "--kv-bytes", "1000000", "--max-sequences", "7", "--max-tokens", "900", "--dtype",
         "float32", "--max-logprobs", "3", "--host", "0.0.0.0", "--port", "1234",
     )  # fmt: skip
     assert path.endswith("/gqa")
     got = dict(zip(flags[::2], flags[1::2], strict=True))
-    assert json.loads(got.pop("--additional-config")) == {"kvfold": {"bits": 4, "sub_group": 32}}
+    assert json.loads(got.pop("--additional-config")) == {
+        "kvfold": {"bits": 4, "sub_group": 32, "window": 64}
+    }
     assert got == {
         "--block-size": "64", "--kv-cache-memory-bytes": "1000000",
         "--max-num-seqs": "7", "--max-model-len": "900", "--dtype": "float32",

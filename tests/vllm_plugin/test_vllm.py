@@ -183,6 +183,8 @@ def by_the_engine(model: str, bits: int | None, ask: list[list[int]]) -> list[di
 def test_what_is_refused(checkpoints) -> None:
     with pytest.raises(RuntimeError, match="vLLM has one block table for all heads"):
         served(checkpoints("reference:gqa", "fast"), {"evict": "random"})
+    with pytest.raises(RuntimeError, match="window=64: this checkpoint is folded"):
+        served(checkpoints("reference:gqa", "fast"), {"window": 64})
 
 
 def test_a_plain_model_needs_no_format_of_weights() -> None:

@@ -192,6 +192,45 @@ def test_what_a_request_takes(tmp_path: Path) -> None:
     assert found <= without + 3 * block + block  # two or three blocks, and a longer last block
 
 
+def measured(model: str, _: None, options: dict) -> list[tuple[int, int, int]]:
+    """What attends while vLLM measures memory as on a GPU: layer, tokens and requests that
+    decode."""
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    seen: list[tuple[int, int, int]] = []
+    measure = CPUWorker.determine_available_memory
+
+    def determine(worker: Any) -> int:
+        from kvfold.vllm_plugin import profiling
+        from kvfold.vllm_plugin.block_window import BlockWindowStep
+
+        attend = BlockWindowStep.attend
+
+        def recorded(step: Any, layer: Any, *inputs: Any) -> None:
+            tokens = step.context.step
+            seen.append((layer.index, len(tokens.slots), tokens.num_decodes))
+            attend(step, layer, *inputs)
+            assert inputs[-1].isfinite().all()
+
+        profiling.MEASURED, BlockWindowStep.attend = ("cpu",), recorded
+        worker.model_runner._dummy_run(options["max_num_batched_tokens"], is_profile=True)
+        BlockWindowStep.attend = attend
+        return measure(worker)
+
+    CPUWorker.determine_available_memory = determine
+    assert alone(model, None, options).tokens
+    return seen
+
+
+def test_memory_is_measured_with_the_window(tmp_path: Path) -> None:
+    """A prompt's chunk, and chunks beside requests that decode, in a layer of each size."""
+    path = build("llama", tmp_path / "model")
+    maps = sidecar(loaded(path), tmp_path / "half", half=True)  # the first layer's size twice
+    seen = served(path, {"maps": maps, "window": WINDOW}, measured, async_scheduling=False)
+    assert [x[0] for x in seen[::3]] == [0, 1, 2]
+    assert {x[1:] for x in seen} == {(64, 0), (64, 4)}
+
+
 SLIDING = "layers with a sliding window"
 
 

@@ -86,7 +86,7 @@ class CacheLayer(AttentionLayerBase):
         requests = blocks / (entries + exact)
         logger.info(
             "kvfold: window=%d: a request of %d tokens takes %d blocks for its entries (%d tokens"
-            " each) and %d for its exact tokens (%d each). The cache holds %.1f such requests, or %d"
+            " each) and %d for its exact tokens (%d each). The cache holds %.1f of them, or %d"
             " tokens. vLLM's own figure is lower: it adds the exact tokens of a prompt's whole"
             " chunk to each request.",
             self.window, self.tokens, entries, self.entries_block, exact, EXACT_BLOCK, requests,
