@@ -37,8 +37,8 @@ def words_of(started: list[list[str]], *options: str) -> list[str]:
 def test_options_are_translated(started, capsys: pytest.CaptureFixture) -> None:
     path, *flags = words_of(
         started, "reference:gqa", "--bits", "4", "--sub-group", "32", "--page", "64",
-        "--window", "64", "--kv-bytes", "1000000", "--max-sequences", "7", "--max-tokens", "900", "--dtype",
-        "float32", "--max-logprobs", "3", "--host", "0.0.0.0", "--port", "1234",
+        "--window", "64", "--kv-bytes", "1000000", "--max-sequences", "7", "--max-tokens", "900",
+        "--dtype", "float32", "--max-logprobs", "3", "--host", "0.0.0.0", "--port", "1234",
     )  # fmt: skip
     assert path.endswith("/gqa")
     got = dict(zip(flags[::2], flags[1::2], strict=True))

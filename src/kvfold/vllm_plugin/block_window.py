@@ -160,7 +160,7 @@ class _WindowPart:
         ends = part.positions[:, -1] + 1 if part.decode else part.positions[:, 0]
         first = (ends - window.tokens).clamp(min=0) // page
         columns = first[:, None] + torch.arange(window.blocks, device=device)
-        tables = exact.tables[part.slots].long()
+        tables = exact.tables[part.slots]
         tables = tables.gather(1, columns.clamp(max=tables.shape[1] - 1))
         lengths = (ends - first * page).int()
         size = window.blocks * page
