@@ -27,6 +27,7 @@ from kvfold.vllm_plugin.backend import (
     KVFoldMetadata,
     block_step,
 )
+from kvfold.vllm_plugin.layer import opaque_fields
 from kvfold.vllm_plugin.log import logger
 from kvfold.vllm_plugin.model_cache import EXACT_BLOCK, ModelCache
 
@@ -102,13 +103,7 @@ class CacheLayer(AttentionLayerBase):
         self.tokens = vllm_config.model_config.max_model_len
         self.entries_block = entries_block = cache.block_size(vllm_config.cache_config.block_size)
         block_size = EXACT_BLOCK if self.window else entries_block
-        fields: dict[str, Any] = {
-            "block_size": block_size,
-            "num_kv_heads": 1,
-            "head_size": cache.shared_block_bytes(entries_block) // block_size,
-            "head_size_v": 0,
-            "dtype": torch.int8,
-        }
+        fields = opaque_fields(block_size, cache.shared_block_bytes(entries_block))
         if self.window:
             # With a window of 1, vLLM caches none of its blocks, and then finds no prefix.
             return SlidingWindowSpec(sliding_window=max(2, self.window), **fields)

@@ -60,12 +60,18 @@ class CachedAttention(nn.Module, AttentionLayerBase):
 
 
 def slot_fields(model_cache: ModelCache, index: int, vllm_config: VllmConfig) -> dict[str, Any]:
-    """Fields of vLLM's cache spec of a layer: opaque bytes per token instead of heads."""
+    """Fields of vLLM's cache spec of a layer."""
     block_size = vllm_config.cache_config.block_size
+    return opaque_fields(block_size, model_cache.block_bytes(index, block_size))
+
+
+def opaque_fields(block_size: int, block_bytes: int) -> dict[str, Any]:
+    """Fields of vLLM's cache spec of blocks of `block_size` tokens: opaque bytes per token instead
+    of heads."""
     return {
         "block_size": block_size,
         "num_kv_heads": 1,
-        "head_size": model_cache.block_bytes(index, block_size) // block_size,
+        "head_size": block_bytes // block_size,
         "head_size_v": 0,
         "dtype": torch.int8,
     }
