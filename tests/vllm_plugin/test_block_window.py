@@ -14,12 +14,14 @@ from torch import Tensor
 
 import kvfold
 from kvfold.attention import window as attention_window
+from kvfold.attention.fallback import Fallback
 from kvfold.attention.triton_decode import LatentDecode, TritonDecode
 from kvfold.attention.window import ExactTokens
 from kvfold.layout.pages import cache_layout, with_window
 from kvfold.maps.engine_model import LayerProjections, served_layer, served_spec
 from kvfold.maps.plain import measured_means
 from kvfold.ops.store import gather
+from kvfold.vllm_plugin.block_window import decoders_of
 from kvfold.vllm_plugin.blocks import BlockAttention, BlockStep, BlockView
 from matrix import slow
 from model_types import tiny
@@ -262,3 +264,14 @@ def test_a_captured_step_copies_nothing_from_the_host(
         for name in ("blocks", "block_window"):
             monkeypatch.setattr(f"kvfold.vllm_plugin.{name}.torch", unable)
         engine.step([1, 1], graph=True)
+
+
+def test_a_gpu_that_decodes_exact_tokens_in_plain_pytorch_warns(compressed) -> None:
+    pytest.importorskip("triton")
+    spec, maps, _ = compressed["swift"]
+    layout = cache_layout(spec, page=BLOCK, itemsize=4, bits=8)
+    layer = served_layer(0, spec, maps[0], None).layer
+    assert decoders_of(layer, layout, "cuda", torch.float32) == {TritonDecode}
+    layout = with_window(layout, 20, 4, EXACT)
+    with pytest.warns(UserWarning, match="plain PyTorch.*load the model as bfloat16"):
+        assert decoders_of(layer, layout, "cuda", torch.float32) == {TritonDecode, Fallback}

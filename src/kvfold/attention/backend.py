@@ -94,7 +94,7 @@ class AttentionBackend(ABC):
     def weigh(self, layer: LayerAttention, part: AttentionMetadata, q: Tensor) -> Weighed:
         """Decode attention of q [B, Hq, 1, .] to the stored entries, to be merged with attention to
         others: without sinks and eviction metrics. Values may be latents. Only some backends can
-        (`attention.window.WEIGHING`)."""
+        (`attention.selector.WEIGHING`)."""
         raise NotImplementedError
 
 

@@ -35,6 +35,8 @@ DECODE: tuple[type[AttentionBackend], ...] = (
     Fallback,
 )
 PREFILL: tuple[type[AttentionBackend], ...] = (TritonPrefill, Fallback)
+# Those of DECODE that read any `CacheView` and can `weigh`: for exact windows and vLLM's blocks.
+WEIGHING: tuple[type[AttentionBackend], ...] = (TritonDecode, LatentDecode, NumbaDecode, Fallback)
 HYBRID = (MixedRankKernels, MixedRankAttention)  # for caches with two ranks
 COARSE = (NumbaCoarseDecode, CoarseDecode)  # for decoding sequences with demoted entries
 PLAIN = (Fallback, MixedRankAttention)  # plain PyTorch, on any device
@@ -74,6 +76,25 @@ def select(
             return BackendChoice(backend, rejected)
         rejected[backend.__name__] = reason
     raise AssertionError("the last backend serves everything")
+
+
+def choose_backends(
+    layers: Sequence[LayerShape],
+    layout: CacheLayout,
+    device_type: str,
+    dtype: torch.dtype,
+    among: Sequence[type[AttentionBackend]] = WEIGHING,
+    *,
+    decode: bool = True,
+) -> dict[int, type[AttentionBackend]]:
+    """The backend of each layer, by layer number: as `select`. Warns of layers that decode in plain
+    PyTorch on a GPU. dtype: of queries."""
+    task = Task(decode=decode, observed=False, device_type=device_type, dtype=dtype)
+    groups = [layout.groups_of_layer(x.index) for x in layers]
+    choices = [select(x, y, task, among) for x, y in zip(layers, groups, strict=True)]
+    if decode:
+        warn_of_fallback(layers, groups, choices, task)
+    return {x.index: y.backend for x, y in zip(layers, choices, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -167,7 +188,7 @@ def warn_of_fallback(
         warnings.warn(
             f"{slow} of {len(choices)} layers decode in plain PyTorch, which is slow on a GPU. "
             f"{_first_reason(layers, groups, choices, task)}",
-            stacklevel=2,
+            stacklevel=1,  # of one place, so that each text is shown once
         )
 
 

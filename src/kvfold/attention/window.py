@@ -15,14 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvfold.attention.backend import AttentionBackend, Task, Weighed
-from kvfold.attention.base import Columns, LayerAttention, LayerShape
-from kvfold.attention.fallback import Fallback
+from kvfold.attention.backend import AttentionBackend, Weighed
+from kvfold.attention.base import Columns, LayerAttention
 from kvfold.attention.metadata import AttentionMetadata, CacheView, PoolView
-from kvfold.attention.numba_decode import NumbaDecode
 from kvfold.attention.rows import rope_of
-from kvfold.attention.selector import select
-from kvfold.attention.triton_decode import LatentDecode, TritonDecode
+from kvfold.attention.selector import choose_backends
 from kvfold.attention.triton_prefill import views_of
 from kvfold.cache.window import WindowPages, entries_of
 from kvfold.layout.pages import CacheLayout
@@ -31,9 +28,6 @@ from kvfold.ops.common.pages import LayerPages, owner_of
 from kvfold.ops.merge import merged
 from kvfold.ops.prefill import KVView, Seen, prefill
 from kvfold.ops.prefill.plan import LAST, NEVER
-
-# Backends that decode entries and the ring, in order of preference; the last supports everything.
-WEIGHING: tuple[type[AttentionBackend], ...] = (TritonDecode, LatentDecode, NumbaDecode, Fallback)
 
 BLOCK = 128  # least queries that are attended to together in a prefill
 
@@ -118,7 +112,7 @@ class Decoders:
 
     def __init__(self, view: CacheView, layers: Sequence[LayerAttention]) -> None:
         self.view = view
-        self.kinds = decoding_kinds(layers, view.layout, view.device.type, view.dtype)
+        self.kinds = choose_backends(layers, view.layout, view.device.type, view.dtype)
         self.make = {
             kind: kind.prepare(view, [x for x in layers if self.kinds[x.index] is kind], None)
             for kind in set(self.kinds.values())
@@ -132,16 +126,6 @@ class Decoders:
         """The backends of a step, by layer. view: of the step, if each has its own."""
         backends = {kind: make(view or self.view) for kind, make in self.make.items()}
         return {index: backends[kind] for index, kind in self.kinds.items()}
-
-
-def decoding_kinds(
-    layers: Sequence[LayerShape], layout: CacheLayout, device_type: str, dtype: torch.dtype
-) -> dict[int, type[AttentionBackend]]:
-    """The backends that decode one side, by layer. Uses no device."""
-    task = Task(decode=True, observed=False, device_type=device_type, dtype=dtype)
-    return {
-        x.index: select(x, layout.groups_of_layer(x.index), task, WEIGHING).backend for x in layers
-    }
 
 
 def uncompressed(layer: LayerAttention, layout: CacheLayout) -> LayerAttention:

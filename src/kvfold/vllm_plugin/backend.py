@@ -21,14 +21,8 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from kvfold.attention.base import LayerAttention
-from kvfold.vllm_plugin.block_window import window_decoders
-from kvfold.vllm_plugin.blocks import (
-    BlockAttention,
-    BlockContext,
-    BlockStep,
-    BlockView,
-    choose_backends,
-)
+from kvfold.vllm_plugin.block_window import decoders_of
+from kvfold.vllm_plugin.blocks import BlockAttention, BlockContext, BlockStep, BlockView
 from kvfold.vllm_plugin.layer import CachedAttention
 from kvfold.vllm_plugin.model_cache import ModelCache
 from kvfold.vllm_plugin.trial import check_attention
@@ -137,12 +131,7 @@ class KVFoldBuilder(AttentionMetadataBuilder[KVFoldMetadata]):
         for impl in cached_impls(vllm_config):
             layout = impl.model_cache.layout(kv_cache_spec.block_size)
             device_type = vllm_config.device_config.device_type
-            backends = choose_backends(
-                [impl.maps], layout, device_type, impl.model_cache.dtype, decode=True
-            )
-            chosen = [*backends.values()]
-            if layout.exact is not None:
-                chosen = window_decoders(impl.maps, layout, device_type, impl.model_cache.dtype)
+            chosen = decoders_of(impl.maps, layout, device_type, impl.model_cache.dtype)
             if not all(backend.supports_graphs for backend in chosen):
                 return AttentionCGSupport.NEVER
         return cls._cudagraph_support

@@ -20,12 +20,12 @@ from torch import Tensor
 from kvfold.attention.backend import AttentionBackend, Weighed
 from kvfold.attention.base import LayerAttention
 from kvfold.attention.metadata import AttentionMetadata
+from kvfold.attention.selector import choose_backends
 from kvfold.attention.window import (
     Chunk,
     Decoders,
     ExactTokens,
     attended,
-    decoding_kinds,
     uncompressed,
     weigh_older,
 )
@@ -73,13 +73,14 @@ def exact_layer(layer: LayerAttention, layout: CacheLayout) -> LayerAttention:
     return replace(uncompressed(layer, layout.exact), window=layout.window)
 
 
-def window_decoders(
+def decoders_of(
     layer: LayerAttention, layout: CacheLayout, device_type: str, dtype: torch.dtype
-) -> list[type[AttentionBackend]]:
-    """The backends that decode a layer's entries and its exact tokens. Uses no device."""
-    assert layout.exact is not None
-    sides = (layer, layout), (exact_layer(layer, layout), layout.exact)
-    return [decoding_kinds([x], y, device_type, dtype)[x.index] for x, y in sides]
+) -> set[type[AttentionBackend]]:
+    """The backends that decode a layer's entries and, with a window, its exact tokens."""
+    sides = [(layer, layout)]
+    if layout.exact is not None:
+        sides.append((exact_layer(layer, layout), layout.exact))
+    return {choose_backends([x], y, device_type, dtype)[x.index] for x, y in sides}
 
 
 class BlockWindowStep:

@@ -21,13 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvfold.attention.backend import AttentionBackend, Task
+from kvfold.attention.backend import AttentionBackend
 from kvfold.attention.base import LayerAttention
 from kvfold.attention.fallback import Fallback
 from kvfold.attention.metadata import AttentionMetadata
-from kvfold.attention.numba_decode import NumbaDecode
-from kvfold.attention.selector import select, warn_of_fallback
-from kvfold.attention.triton_decode import LatentDecode, TritonDecode
+from kvfold.attention.selector import choose_backends
 from kvfold.attention.triton_prefill import TritonPrefill
 from kvfold.attention.window import ExactTokens
 from kvfold.layout.pages import UNIT, CacheLayout, Group
@@ -39,7 +37,6 @@ from kvfold.vllm_plugin.block_window import BlockWindow, BlockWindowStep
 from kvfold.vllm_plugin.flash import FlashPrefill
 
 # In order of preference; the first that supports a layer is used (`attention.selector`).
-DECODE: tuple[type[AttentionBackend], ...] = (TritonDecode, LatentDecode, NumbaDecode, Fallback)
 PREFILL: tuple[type[AttentionBackend], ...] = (FlashPrefill, TritonPrefill, Fallback)
 LONG_CHUNK = 1024  # tokens of a prefill chunk with enough tiles to fill a GPU
 # Tokens of a step's prompts up to which launches are repeated. Until the step ends, a recording
@@ -110,12 +107,9 @@ class BlockAttention:
         self.layers, self.view = {layer.index: layer for layer in layers}, view
         self.window = BlockWindow(layers, view) if view.layout.window else None
         self.locations: dict[int, BlockLocation] = {}
-        self.decode = choose_backends(
-            layers, view.layout, view.device.type, view.dtype, decode=True
-        )
-        self.prefill = choose_backends(
-            layers, view.layout, view.device.type, view.dtype, decode=False
-        )
+        where = view.layout, view.device.type, view.dtype
+        self.decode = choose_backends(layers, *where)
+        self.prefill = choose_backends(layers, *where, PREFILL, decode=False)
         self.backend_factories: dict[type[AttentionBackend], Callable[..., AttentionBackend]] = {}
         for backend in {*self.decode.values(), *self.prefill.values()}:
             decoded = [x for x in layers if self.decode[x.index] is backend]
@@ -257,24 +251,6 @@ def _located(
     if location is None or (location.data_ptr, location.blocks) != (cache.data_ptr(), len(cache)):
         location = known[layer] = BlockLocation.of(cache, layout.groups_of_layer(layer))
     return location
-
-
-def choose_backends(
-    layers: Sequence[LayerAttention],
-    layout: CacheLayout,
-    device_type: str,
-    dtype: torch.dtype,
-    *,
-    decode: bool,
-) -> dict[int, type[AttentionBackend]]:
-    """The attention backend of every layer, by layer number. Uses no device."""
-    task = Task(decode=decode, observed=False, device_type=device_type, dtype=dtype)
-    groups = [layout.groups_of_layer(x.index) for x in layers]
-    candidates = DECODE if decode else PREFILL
-    selections = [select(x, y, task, candidates) for x, y in zip(layers, groups, strict=True)]
-    if decode:
-        warn_of_fallback(layers, groups, selections, task)
-    return {x.index: y.backend for x, y in zip(layers, selections, strict=True)}
 
 
 class BlockContext:
