@@ -37,9 +37,10 @@ from triton.compiler.compiler import CompiledKernel
 import kvfold.ops.backend
 from kvfold.attention.base import LayerAttention
 from kvfold.attention.fallback import Fallback
+from kvfold.attention.window import ExactTokens
 from kvfold.bench.synthetic_engine import WIDTHS
 from kvfold.bench.variants import SHAPES, variant_layout
-from kvfold.layout.pages import CacheLayout, cache_layout
+from kvfold.layout.pages import CacheLayout, cache_layout, with_window
 from kvfold.maps.engine_model import LayerProjections, served_layer
 from kvfold.maps.plain import Means, full_spec, plain_maps
 from kvfold.models.families import family_of
@@ -47,6 +48,7 @@ from kvfold.ops import one_pass
 from kvfold.ops.common.plan import cdiv
 from kvfold.ops.one_pass import launch
 from kvfold.vllm_plugin.blocks import BlockAttention, BlockStep, BlockView
+from kvfold.vllm_plugin.model_cache import EXACT_BLOCK
 from kvfold.vllm_plugin.weights import empty_layer, rotary_table
 from lab.variants import VARIANTS
 
@@ -128,11 +130,20 @@ def mapped_layers(bits: int) -> tuple[CacheLayout, list[LayerProjections]]:
     return layout, [served_layer(i, spec, maps, None, None, {}) for i in range(LAYERS)]
 
 
+def drawn_blocks(layout: CacheLayout, blocks: int) -> list[Tensor]:
+    """Random bytes of each layer's blocks."""
+    groups = [layout.groups_of_layer(i) for i in range(LAYERS)]
+    sizes = [sum(group.layout.page_bytes for group in x) for x in groups]
+    return [torch.randint(0, 64, (blocks, x), dtype=torch.int8) for x in sizes]
+
+
 class ModelAttention:
     """The attention of all layers of a kind, over `blocks` blocks for each layer, for requests of
-    up to `longest` tokens, on PyTorch's default device."""
+    up to `longest` tokens, on PyTorch's default device. window: exact tokens, with maps alone."""
 
-    def __init__(self, kind: str, blocks: int = BLOCKS, longest: int = LONGEST) -> None:
+    def __init__(
+        self, kind: str, blocks: int = BLOCKS, longest: int = LONGEST, window: int = 0
+    ) -> None:
         torch.set_default_dtype(torch.bfloat16)
         self.longest = longest
         self.projections: list[LayerProjections] = []
@@ -141,26 +152,36 @@ class ModelAttention:
             self.layers = [x.layer for x in self.projections]
         else:
             self.layout, self.layers = folded_layers(kind)
+        if window:
+            self.layout = with_window(self.layout, window, 2, EXACT_BLOCK)
         view = BlockView(self.layout, torch.bfloat16, torch.get_default_device(), longest)
         self.attention = BlockAttention(self.layers, view)
-        assert Fallback not in {*self.attention.decode.values(), *self.attention.prefill.values()}
-        groups = [self.layout.groups_of_layer(i) for i in range(LAYERS)]
-        sizes = [sum(group.layout.page_bytes for group in x) for x in groups]
-        self.caches = [torch.randint(0, 64, (blocks, x), dtype=torch.int8) for x in sizes]
+        for backends in (self.attention.decode, self.attention.prefill):
+            assert Fallback not in backends.kinds.values()
+        self.caches = drawn_blocks(self.layout, blocks)
+        exact = self.layout.exact
+        self.exact_caches = [] if exact is None else drawn_blocks(exact, blocks)
 
     def step(self, lengths: list[int], chunks: Sequence[int]) -> BlockStep:
         """A step of requests of `lengths`, of which the last ones read `chunks` tokens."""
         decodes = len(lengths) - len(chunks)
-        return BlockStep(
-            tables=torch.randint(
-                1, len(self.caches[0]), (len(lengths), cdiv(self.longest, self.layout.page))
-            ).int(),
+        step = BlockStep(
+            tables=self._tables(len(lengths), self.layout),
             lengths=torch.tensor(lengths, dtype=torch.int32),
             slots=torch.arange(decodes + sum(chunks)),
             num_decodes=decodes,
             starts=[*range(decodes), *accumulate(chunks, initial=decodes)],
             max_lengths=lengths,
         )
+        if self.layout.exact is None:
+            return step
+        return replace(
+            step, exact=replace(step, tables=self._tables(len(lengths), self.layout.exact))
+        )
+
+    def _tables(self, requests: int, layout: CacheLayout) -> Tensor:
+        size = requests, cdiv(self.longest, layout.page)
+        return torch.randint(1, len(self.caches[0]), size).int()
 
     def inputs(self, tokens: int) -> Callable[[BlockAttention, BlockStep], None]:
         """What runs all layers in a step of as many tokens."""
@@ -176,7 +197,13 @@ class ModelAttention:
         def run(attention: BlockAttention, step: BlockStep) -> None:
             context = attention.begin(step)
             for i, (layer, cache) in enumerate(zip(self.layers, self.caches, strict=True)):
-                if self.projections:
+                if self.exact_caches:
+                    exact = ExactTokens(*(x.transpose(0, 1) for x in inputs))
+                    caches = cache, self.exact_caches[i]
+                    queries, stored = self.projections[i].score_space(*inputs)
+                    assert stored is not None
+                    context.attend_in_window(layer, caches, queries, stored, exact, out)
+                elif self.projections:
                     of_layer = self.projections[i]
                     project = partial(of_layer.score_space, *inputs)
                     context.project_and_attend(

@@ -5,6 +5,7 @@ Without a GPU kernels run in Triton's interpreter.
 """
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 import kvfold
 from kvfold.attention import window as attention_window
+from kvfold.attention.backend import AttentionBackend
 from kvfold.attention.fallback import Fallback
 from kvfold.attention.triton_decode import LatentDecode, TritonDecode
 from kvfold.attention.window import ExactTokens
@@ -23,6 +25,7 @@ from kvfold.maps.plain import measured_means
 from kvfold.ops.store import gather
 from kvfold.vllm_plugin.block_window import decoders_of
 from kvfold.vllm_plugin.blocks import BlockAttention, BlockStep, BlockView
+from kvfold.vllm_plugin.trial import check_attention
 from matrix import slow
 from model_types import tiny
 from sidecar_cases import bytes_tokenizer
@@ -240,7 +243,8 @@ def test_each_query_sees_its_window_exactly(
     engine = Engine(compressed[recipe], window, bits)
     if kernels == "triton":
         shared = engine.attention.window
-        assert shared is not None and shared.supports_graphs
+        assert shared is not None
+        assert shared.older.supports_graphs and shared.recent.supports_graphs
         decoder = LatentDecode if recipe == "small" else TritonDecode
         assert set(shared.older.kinds.values()) == {decoder}
         assert set(shared.recent.kinds.values()) == {TritonDecode}
@@ -264,6 +268,57 @@ def test_a_captured_step_copies_nothing_from_the_host(
         for name in ("blocks", "block_window"):
             monkeypatch.setattr(f"kvfold.vllm_plugin.{name}.torch", unable)
         engine.step([1, 1], graph=True)
+
+
+def sampled(
+    projections: LayerProjections, positions: Tensor, key: float = 1.0, entry: float = 1.0
+) -> tuple[Tensor, Tensor, ExactTokens]:
+    """Sample inputs of a layer. key, entry: factors of what is stored."""
+    geometry = projections.layer.geometry
+    heads = geometry.num_query_heads, *[geometry.num_kv_heads] * 2
+    both = torch.randn(len(positions), sum(heads), geometry.head_dim)
+    q, k, v = both.to(DEVICE, torch.float16).split(heads, 1)
+    queries, entries = projections.score_space(q, k, v, positions)
+    assert entries is not None
+    exact = ExactTokens(*(x.transpose(0, 1) for x in (q, k * key, v)))
+    return queries, entries * entry, exact
+
+
+@pytest.mark.parametrize("window", [20, 100])
+@pytest.mark.parametrize("broken", ["key", "entry"])
+def test_the_trial_reads_exact_tokens_and_entries(
+    broken: str, window: int, backend, compressed
+) -> None:
+    backend("reference")
+    engine = Engine(compressed["swift"], window)
+    layers = [
+        SimpleNamespace(
+            maps=x.layer, project_output=lambda out: out, sample_inputs=partial(sampled, x)
+        )
+        for x in engine.layers
+    ]
+    check_attention(engine.attention, layers)
+    assert not engine.attention.locations
+    layers[1].sample_inputs = partial(sampled, engine.layers[1], **{broken: torch.nan})
+    with pytest.raises(ValueError, match=r"attention of layer 1 gives numbers .* float16"):
+        check_attention(engine.attention, layers)
+
+
+@pytest.mark.parametrize(("counts", "number"), [([1, 1], 2), ([1, 14], 2), ([9, 14], 0)])
+def test_a_step_makes_the_backends_that_it_uses(
+    counts: list[int], number: int, backend, compressed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of requests that decode: for entries, and for exact tokens."""
+    backend("reference")
+    engine, made = Engine(compressed["swift"], 20), []
+    make = AttentionBackend.__init__
+    with torch.inference_mode():
+        engine.step([19, 45])
+        monkeypatch.setattr(
+            AttentionBackend, "__init__", lambda self, view: make(self, made.append(view) or view)
+        )
+        engine.step(counts)
+    assert len(made) == number
 
 
 def test_a_gpu_that_decodes_exact_tokens_in_plain_pytorch_warns(compressed) -> None:

@@ -19,12 +19,13 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from hopper import run_alone
 from kvfold.ops.common.compile_ahead import CompileAhead, ZeroResults, compiling_ahead
 
-KINDS = ("bits-4", "swift-5x", "lean-6x")
+WINDOW = "+window"
+KINDS = ("bits-4", "swift-5x", "lean-6x", f"bits-4{WINDOW}")
 MOST = 64  # decoding requests
 
 
 class Compiler:
-    """In place of Triton's."""
+    """In place of Triton's. One for all kinds: kernels keep the first one that they meet."""
 
     def __init__(self) -> None:
         self.compiled: list[str] = []
@@ -37,17 +38,17 @@ class Compiler:
         return SimpleNamespace(launch_metadata=lambda *_: None, **known)
 
 
-def compile_and_run(kind: str) -> dict[str, Any]:
+def compile_and_run(kind: str, compiler: Compiler) -> dict[str, Any]:
     """Kernels compiled ahead, and those compiled later, in steps of all sorts."""
     import triton
 
     import vllm_host as host
 
-    compiler, rng = Compiler(), random.Random(0)
     triton.compiler.compile = compiler
+    rng, before = random.Random(0), len(compiler.compiled)
     host.LAYERS = 4
     with torch.inference_mode(), host.nothing_runs():
-        model = host.ModelAttention(kind)
+        model = host.ModelAttention(kind.removesuffix(WINDOW), window=128 * kind.endswith(WINDOW))
         with CompileAhead(torch.device("cpu")) as ahead:
             model.attention.warm_up(MOST)
             if model.projections:
@@ -55,7 +56,7 @@ def compile_and_run(kind: str) -> dict[str, Any]:
                 heads = geometry.num_query_heads, geometry.num_kv_heads, geometry.num_kv_heads
                 qkv = torch.zeros(70, sum(heads), geometry.head_dim).split(heads, 1)
                 model.projections[0].score_space(*qkv)
-        first = list(compiler.compiled)
+        first = compiler.compiled[before:]
         with ZeroResults():
             for decodes in (1, 2, 3, 8, 24, MOST):
                 step = model.step([1] * decodes, ()).decodes()  # as a graph captures it
@@ -66,7 +67,7 @@ def compile_and_run(kind: str) -> dict[str, Any]:
                 lengths = [rng.randint(1, 9000) for _ in range(decodes)]
                 lengths += [x + rng.choice([0, 1, 15, 16, 700, 5000]) for x in chunks]
                 model.inputs(decodes + sum(chunks))(model.attention, model.step(lengths, chunks))
-    late = compiler.compiled[len(first) :]
+    late = compiler.compiled[before + len(first) :]
     of_threads = all(x.startswith("kvfold-compile") for x in compiler.threads)
     return {"first": first, "late": late, "threads": of_threads, "all": len(ahead.futures)}
 
@@ -108,5 +109,6 @@ def test_an_error_ends_the_compilation() -> None:
 
 
 if __name__ == "__main__":
+    compiler = Compiler()
     for kind in sys.argv[1:]:
-        print(json.dumps(compile_and_run(kind)))
+        print(json.dumps(compile_and_run(kind, compiler)))

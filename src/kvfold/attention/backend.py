@@ -76,7 +76,7 @@ class AttentionBackend(ABC):
     def prepare(
         cls, view: CacheView, layers: Sequence[LayerAttention], observer: Observer | None
     ) -> "Callable[[CacheView], AttentionBackend]":
-        """A function that creates the backend for a step. layers: those that this backend decodes;
+        """A function that creates the backend for a step. layers: those that this backend serves;
         observer: buffers decode queries. Reads no pages."""
         return cls
 

@@ -18,7 +18,7 @@ from kvfold.attention.coarse import CoarseDecode, NumbaCoarseDecode
 from kvfold.attention.cpu_paged import CpuPaged
 from kvfold.attention.fallback import Fallback
 from kvfold.attention.hybrid import MixedRankAttention, MixedRankKernels
-from kvfold.attention.metadata import AttentionMetadata, PoolView
+from kvfold.attention.metadata import AttentionMetadata, CacheView, PoolView
 from kvfold.attention.numba_decode import NumbaDecode
 from kvfold.attention.triton_decode import LatentDecode, TritonDecode
 from kvfold.attention.triton_prefill import TritonPrefill
@@ -95,6 +95,35 @@ def choose_backends(
     if decode:
         warn_of_fallback(layers, groups, choices, task)
     return {x.index: y.backend for x, y in zip(layers, choices, strict=True)}
+
+
+class Backends:
+    """The backends of layers for parts of one kind, as `choose_backends` chooses them. kinds: by
+    layer."""
+
+    def __init__(
+        self,
+        view: CacheView,
+        layers: Sequence[LayerAttention],
+        among: Sequence[type[AttentionBackend]] = WEIGHING,
+        *,
+        decode: bool = True,
+    ) -> None:
+        self.view, where = view, (view.layout, view.device.type, view.dtype)
+        self.kinds = choose_backends(layers, *where, among, decode=decode)
+        self.make = {
+            kind: kind.prepare(view, [x for x in layers if self.kinds[x.index] is kind], None)
+            for kind in set(self.kinds.values())
+        }
+
+    @property
+    def supports_graphs(self) -> bool:
+        return all(kind.supports_graphs for kind in self.kinds.values())
+
+    def begin(self, view: CacheView | None = None) -> dict[int, AttentionBackend]:
+        """The backends of a step, by layer. view: of the step, if each has its own."""
+        backends = {kind: make(view or self.view) for kind, make in self.make.items()}
+        return {index: backends[kind] for index, kind in self.kinds.items()}
 
 
 @dataclass(frozen=True)

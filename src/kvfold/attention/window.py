@@ -19,7 +19,7 @@ from kvfold.attention.backend import AttentionBackend, Weighed
 from kvfold.attention.base import Columns, LayerAttention
 from kvfold.attention.metadata import AttentionMetadata, CacheView, PoolView
 from kvfold.attention.rows import rope_of
-from kvfold.attention.selector import choose_backends
+from kvfold.attention.selector import Backends
 from kvfold.attention.triton_prefill import views_of
 from kvfold.cache.window import WindowPages, entries_of
 from kvfold.layout.pages import CacheLayout
@@ -88,7 +88,7 @@ class WindowAttention:
         self.older = _View(view, view.layout, older, lengths)
         self.recent = _View(view, ring.layout, recent, ring.lengths)
         self.layers = [uncompressed(x, ring.layout) for x in layers]
-        self.decoders = [Decoders(self.older, layers), Decoders(self.recent, self.layers)]
+        self.decoders = [Backends(self.older, layers), Backends(self.recent, self.layers)]
 
     @property
     def supports_graphs(self) -> bool:
@@ -107,27 +107,6 @@ class WindowAttention:
         return WindowStep(self, parts, slots, positions)
 
 
-class Decoders:
-    """The decode backends of one side. kinds: by layer."""
-
-    def __init__(self, view: CacheView, layers: Sequence[LayerAttention]) -> None:
-        self.view = view
-        self.kinds = choose_backends(layers, view.layout, view.device.type, view.dtype)
-        self.make = {
-            kind: kind.prepare(view, [x for x in layers if self.kinds[x.index] is kind], None)
-            for kind in set(self.kinds.values())
-        }
-
-    @property
-    def supports_graphs(self) -> bool:
-        return all(kind.supports_graphs for kind in self.kinds.values())
-
-    def begin(self, view: CacheView | None = None) -> dict[int, AttentionBackend]:
-        """The backends of a step, by layer. view: of the step, if each has its own."""
-        backends = {kind: make(view or self.view) for kind, make in self.make.items()}
-        return {index: backends[kind] for index, kind in self.kinds.items()}
-
-
 def uncompressed(layer: LayerAttention, layout: CacheLayout) -> LayerAttention:
     """The description of a layer that stores keys and values as they are."""
     spec = layout.spec.layers[layer.index]
@@ -143,17 +122,18 @@ def weigh_older(
     part: AttentionMetadata,
     q: Tensor,
     view: CacheView,
-    decoder: AttentionBackend,
+    decoder: AttentionBackend | None,
     last: Tensor | None,
 ) -> Weighed:
     """Attention of q [B, Hq, T, .] in the space of scores to compressed entries, with values
     projected up: [B, Hq, T, dv].
 
-    decoder: reads the entries of a part that decodes.
+    decoder: reads the entries of a part that decodes, and is not used for others.
     last: int32 [B, T], position of the last entry that each query sees, in a part that prefills.
     """
     mapped = False
     if part.decode:
+        assert decoder is not None
         out, lse = decoder.weigh(layer, part, q)
     else:
         assert last is not None, "a prefill's queries see different entries"

@@ -118,13 +118,14 @@ class MappedImpl(CachedImpl):
         )
         return output
 
-    def sample_inputs(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def sample_inputs(self, positions: Tensor) -> tuple[Tensor, Tensor, ExactTokens | None]:
         """The recorded inputs, repeated."""
         index = torch.arange(len(positions), device=positions.device) % len(self.inputs.query)
         query, key, value = (x[index] for x in self.inputs)
         q, entries = self.score_space(query, key, value, positions)
         assert entries is not None
-        return q, entries
+        has_window = self.model_cache.cache.window > 0
+        return q, entries, self.exact_tokens(query, key, value) if has_window else None
 
     def score_space(
         self, query: Tensor, key: Tensor, value: Tensor, positions: Tensor | None

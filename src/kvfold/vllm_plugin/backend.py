@@ -21,6 +21,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from kvfold.attention.base import LayerAttention
+from kvfold.attention.window import ExactTokens
 from kvfold.vllm_plugin.block_window import decoders_of
 from kvfold.vllm_plugin.blocks import BlockAttention, BlockContext, BlockStep, BlockView
 from kvfold.vllm_plugin.layer import CachedAttention
@@ -196,9 +197,10 @@ class CachedImpl(AttentionImpl[KVFoldMetadata]):
     kv_cache_dtype = "auto"
 
     @abstractmethod
-    def sample_inputs(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs for a trial: queries [Hq, N, .] in score space and cache entries [N, R] of N
-        tokens at positions int64 [N], with magnitudes like the model's."""
+    def sample_inputs(self, positions: Tensor) -> tuple[Tensor, Tensor, ExactTokens | None]:
+        """Inputs for a trial: queries [Hq, N, .] in score space, cache entries [N, R] and, with a
+        window, exact tokens, of N tokens at positions int64 [N], with magnitudes like the
+        model's."""
 
     def project_output(self, out: Tensor) -> Tensor:
         """What the model continues with: a function of the attention output [N, W]."""
@@ -244,7 +246,7 @@ class KVFoldImpl(CachedImpl):
         )
         self.num_kv_heads, self.scale = layer.maps.geometry.num_kv_heads, layer.maps.scale
 
-    def sample_inputs(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def sample_inputs(self, positions: Tensor) -> tuple[Tensor, Tensor, None]:
         """The layer's projections of random hidden states."""
         folded = self.folded[0]
         generator = torch.Generator().manual_seed(0)
@@ -255,7 +257,7 @@ class KVFoldImpl(CachedImpl):
             None if rotary is None else rotary.tables(x, positions[None], int(positions.max()) + 1)
         )
         q, entries = folded.project(x, tables)
-        return q[0], entries[0]
+        return q[0], entries[0], None
 
     def project_output(self, out: Tensor) -> Tensor:
         projected: Tensor = self.folded[0].o_proj(out)

@@ -20,10 +20,9 @@ from torch import Tensor
 from kvfold.attention.backend import AttentionBackend, Weighed
 from kvfold.attention.base import LayerAttention
 from kvfold.attention.metadata import AttentionMetadata
-from kvfold.attention.selector import choose_backends
+from kvfold.attention.selector import Backends, choose_backends
 from kvfold.attention.window import (
     Chunk,
-    Decoders,
     ExactTokens,
     attended,
     uncompressed,
@@ -46,24 +45,20 @@ class BlockWindow:
     tokens: N. layout: of exact blocks.
     layers: descriptions of the layers for their exact tokens, by number.
     blocks: n. exact_view: of exact blocks, outside of a step.
-    older, recent: decoders of compressed entries and of exact tokens.
+    older, recent: decode backends of compressed entries and of exact tokens.
     """
 
-    def __init__(self, layers: Sequence[LayerAttention], view: "BlockView") -> None:
+    def __init__(
+        self, layers: Sequence[LayerAttention], view: "BlockView", older: Backends
+    ) -> None:
         assert view.layout.exact is not None, "the layout has a window"
-        self.view, self.tokens, self.layout = view, view.layout.window, view.layout.exact
+        self.tokens, self.layout, self.older = view.layout.window, view.layout.exact, older
         plain = [exact_layer(x, view.layout) for x in layers]
         self.layers = {x.index: x for x in plain}
         self.blocks = cdiv(self.tokens - 1, self.layout.page) + 1
-        self.locations: dict[int, BlockLocation] = {}
         size = self.blocks * self.layout.page
         self.exact_view = replace(view, layout=self.layout, max_tokens=size)
-        self.older, self.recent = Decoders(view, layers), Decoders(self.exact_view, plain)
-
-    @property
-    def supports_graphs(self) -> bool:
-        """Whether a CUDA graph can capture a decode step."""
-        return self.older.supports_graphs and self.recent.supports_graphs
+        self.recent = Backends(self.exact_view, plain)
 
 
 def exact_layer(layer: LayerAttention, layout: CacheLayout) -> LayerAttention:
@@ -99,7 +94,8 @@ class BlockWindowStep:
         self.older = replace(
             context.view, step=replace(step, lengths=older), pages=self.older_pages
         )
-        self.older_decoders = window.older.begin(self.older)
+        decodes = any(part.decode for part in context.parts)
+        self.older_decoders = window.older.begin(self.older) if decodes else {}
         self.parts = [_WindowPart(window, part, self.exact) for part in context.parts]
         # Tokens to be stored nowhere go to block 0, as in `BlockContext`.
         self.slots = self.exact.slots.clamp(min=0)
@@ -135,7 +131,7 @@ class BlockWindowStep:
             queries = metadata.slice_of(exact.queries[None])
             recent = part.weigh(layer, exact_location, queries, exact_entries)
             packed = metadata.slice_of(q[None])
-            decoder = self.older_decoders[layer.index]
+            decoder = self.older_decoders.get(layer.index)
             older = weigh_older(layer, metadata, packed, self.older, decoder, part.last_older)
             copy(part_out, attended(layer, recent, older, out.dtype))
 

@@ -12,7 +12,7 @@ numbers of a cache entry, Hq query heads, W numbers of the output projection's i
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -25,7 +25,7 @@ from kvfold.attention.backend import AttentionBackend
 from kvfold.attention.base import LayerAttention
 from kvfold.attention.fallback import Fallback
 from kvfold.attention.metadata import AttentionMetadata
-from kvfold.attention.selector import choose_backends
+from kvfold.attention.selector import Backends
 from kvfold.attention.triton_prefill import TritonPrefill
 from kvfold.attention.window import ExactTokens
 from kvfold.layout.pages import UNIT, CacheLayout, Group
@@ -33,11 +33,12 @@ from kvfold.ops import store
 from kvfold.ops.common.pages import LayerPages
 from kvfold.ops.common.plan import cdiv
 from kvfold.ops.common.recording import Recording, Weights, copy
-from kvfold.vllm_plugin.block_window import BlockWindow, BlockWindowStep
+from kvfold.vllm_plugin.block_window import BlockWindow, BlockWindowStep, decoders_of
 from kvfold.vllm_plugin.flash import FlashPrefill
 
 # In order of preference; the first that supports a layer is used (`attention.selector`).
 PREFILL: tuple[type[AttentionBackend], ...] = (FlashPrefill, TritonPrefill, Fallback)
+WINDOW_PREFILL = PREFILL[1:]  # these tell which of `ops.prefill` attends with a window
 LONG_CHUNK = 1024  # tokens of a prefill chunk with enough tiles to fill a GPU
 # Tokens of a step's prompts up to which launches are repeated. Until the step ends, a recording
 # keeps the prompts' entries that it has gathered; with more of them the GPU takes longer than the
@@ -100,21 +101,20 @@ class BlockView:
 class BlockAttention:
     """Attention of some of a model's layers over an engine's blocks: what all steps share.
 
-    window: if queries see their last tokens exactly.
+    decode, prefill: backends of decoding requests and of prefill chunks.
+    window: if queries see their last tokens exactly; it attends, and no launches are recorded.
+    locations: by layer, and whether the blocks have exact tokens.
     """
 
     def __init__(self, layers: Sequence[LayerAttention], view: BlockView) -> None:
         self.layers, self.view = {layer.index: layer for layer in layers}, view
-        self.window = BlockWindow(layers, view) if view.layout.window else None
-        self.locations: dict[int, BlockLocation] = {}
-        where = view.layout, view.device.type, view.dtype
-        self.decode = choose_backends(layers, *where)
-        self.prefill = choose_backends(layers, *where, PREFILL, decode=False)
-        self.backend_factories: dict[type[AttentionBackend], Callable[..., AttentionBackend]] = {}
-        for backend in {*self.decode.values(), *self.prefill.values()}:
-            decoded = [x for x in layers if self.decode[x.index] is backend]
-            self.backend_factories[backend] = backend.prepare(view, decoded, None)
-        self.kinds = self._kinds()
+        self.locations: dict[tuple[int, bool], BlockLocation] = {}
+        has_window = view.layout.window > 0
+        self.decode = Backends(view, layers)
+        prefill = WINDOW_PREFILL if has_window else PREFILL
+        self.prefill = Backends(view, layers, prefill, decode=False)
+        self.window = BlockWindow(layers, view, self.decode) if has_window else None
+        self.kinds = {} if has_window else self._kinds()
 
     def _kinds(self) -> dict[int, int]:
         """Numbers of layers, equal for those whose attention launches the same kernels. Left out
@@ -122,7 +122,7 @@ class BlockAttention:
         kinds: dict[int, Hashable] = {}
         for i, layer in self.layers.items():
             groups = self.view.layout.groups_of_layer(i)
-            backends = self.decode[i], self.prefill[i]
+            backends = self.decode.kinds[i], self.prefill.kinds[i]
             stored = store.STORE.which(self.view.device.type, groups)
             if stored == "triton" and all(backend.replays(layer) for backend in backends):
                 pages = tuple((group.heads, group.layout) for group in groups)
@@ -134,14 +134,21 @@ class BlockAttention:
     def begin(self, step: BlockStep) -> "BlockContext":
         return BlockContext(self, step)
 
-    def location(self, layer: int, cache: Tensor) -> "BlockLocation":
-        """Where a layer's blocks are in memory; computed once per buffer."""
-        return _located(self.locations, self.view.layout, layer, cache)
+    def location(self, layer: int, cache: Tensor, *, exact: bool = False) -> "BlockLocation":
+        """Where a layer's blocks are in memory; computed once per buffer. exact: those of exact
+        tokens."""
+        location = self.locations.get((layer, exact))
+        known = None if location is None else (location.data_ptr, location.blocks)
+        if location is None or known != (cache.data_ptr(), len(cache)):
+            layout = self._layout(exact)
+            location = BlockLocation.of(cache, layout.groups_of_layer(layer))
+            self.locations[layer, exact] = location
+        return location
 
-    def exact_location(self, layer: int, cache: Tensor) -> "BlockLocation":
-        """Where the blocks of a layer's exact tokens are."""
-        assert self.window is not None
-        return _located(self.window.locations, self.window.layout, layer, cache)
+    def _layout(self, exact: bool) -> CacheLayout:
+        layout = self.view.layout.exact if exact else self.view.layout
+        assert layout is not None, "the layout has a window"
+        return layout
 
     @torch.inference_mode()
     def warm_up(self, max_num_decodes: int) -> None:
@@ -150,10 +157,12 @@ class BlockAttention:
         """
         groups = self.view.layout.groups_of_layer
         distinct = {tuple(y.layout for y in groups(i)): x for i, x in self.layers.items()}
+        where = self.view.layout, self.view.device.type, self.view.dtype
         for layer in distinct.values():
+            has_graphs = all(x.supports_graphs for x in decoders_of(layer, *where))
             for i in range(max_num_decodes.bit_length()):
                 self._run_step(layer, 1 << i, 2)
-                if self.decode[layer.index].supports_graphs:
+                if has_graphs:
                     self._run_step(layer, 1 << i, 0)
             self._run_step(layer, 1, min(LONG_CHUNK, self.view.max_tokens - 1))
         self.locations.clear()
@@ -168,7 +177,15 @@ class BlockAttention:
         step = self.make_step([1] * num_decodes, chunk, before=1)
         if not chunk:
             step = step.decodes()
-        self.attend_on_new_blocks(layer, step, q, entries)
+        exact = None if self.window is None else self._exact_zeros(layer, count)
+        self.attend_on_new_blocks(layer, step, q, entries, exact)
+
+    def _exact_zeros(self, layer: LayerAttention, count: int) -> ExactTokens:
+        """Exact tokens in one tensor, as vLLM's projections return them."""
+        heads = layer.geometry.num_query_heads, *[layer.geometry.num_kv_heads] * 2
+        size = count, sum(heads), layer.geometry.head_dim
+        both = torch.zeros(size, dtype=self.view.dtype, device=self.view.device)
+        return ExactTokens(*(x.transpose(0, 1) for x in both.split(heads, 1)))
 
     def make_step(self, lengths: Sequence[int], chunk: int, before: int = 0) -> BlockStep:
         """A step for trials: one decoding request per entry of `lengths`, and a prefill chunk after
@@ -177,7 +194,13 @@ class BlockAttention:
         All requests read the same blocks. The chunk's tokens are stored there; those of the
         decoding requests are stored nowhere.
         """
-        page, device = self.view.layout.page, self.view.device
+        step = self._make_step(lengths, chunk, before, exact=False)
+        if self.window is None:
+            return step
+        return replace(step, exact=self._make_step(lengths, chunk, before, exact=True))
+
+    def _make_step(self, lengths: Sequence[int], chunk: int, before: int, exact: bool) -> BlockStep:
+        page, device = self._layout(exact).page, self.view.device
         all_lengths = [*lengths, before + chunk]
         blocks = cdiv(max(all_lengths), page)
         nowhere = torch.full((len(lengths),), -1)
@@ -199,17 +222,27 @@ class BlockAttention:
         step: BlockStep,
         q: Tensor,
         entries: Tensor,
+        exact: ExactTokens | None = None,
         context: "BlockContext | None" = None,
     ) -> Tensor:
-        """The output [N, W] of a layer in a step of `make_step`, on newly allocated blocks. q and
-        entries: as in `BlockContext.attend`. context: of the step, if layers share it."""
-        groups = self.view.layout.groups_of_layer(layer.index)
-        size = sum(group.layout.page_bytes for group in groups)
-        blocks = 1 + step.tables.shape[1]
-        cache = torch.zeros(blocks, size, dtype=torch.uint8, device=self.view.device)
+        """The output [N, W] of a layer in a step of `make_step`, on newly allocated blocks. q,
+        entries and exact (with a window): as in `BlockContext`. context: of the step, if layers
+        share it."""
+        context = context or self.begin(step)
         out = entries.new_empty(len(entries), layer.output_width)
-        (context or self.begin(step)).attend(layer, cache, q, entries, out)
+        cache = self._new_blocks(layer, step, exact=False)
+        if exact is None:
+            context.attend(layer, cache, q, entries, out)
+        else:
+            assert step.exact is not None, "the step has exact blocks"
+            caches = cache, self._new_blocks(layer, step.exact, exact=True)
+            context.attend_in_window(layer, caches, q, entries, exact, out)
         return out
+
+    def _new_blocks(self, layer: LayerAttention, step: BlockStep, exact: bool) -> Tensor:
+        groups = self._layout(exact).groups_of_layer(layer.index)
+        size = 1 + step.tables.shape[1], sum(group.layout.page_bytes for group in groups)
+        return torch.zeros(size, dtype=torch.uint8, device=self.view.device)
 
 
 class BlockLocation(NamedTuple):
@@ -243,16 +276,6 @@ class BlockLocation(NamedTuple):
         return _page_offsets(blocks, self.units, self.stride)
 
 
-def _located(
-    known: dict[int, BlockLocation], layout: CacheLayout, layer: int, cache: Tensor
-) -> BlockLocation:
-    """The location of a layer's blocks; computed once per buffer, and kept in `known`."""
-    location = known.get(layer)
-    if location is None or (location.data_ptr, location.blocks) != (cache.data_ptr(), len(cache)):
-        location = known[layer] = BlockLocation.of(cache, layout.groups_of_layer(layer))
-    return location
-
-
 class BlockContext:
     """Attention of all layers in one step. A step that only decodes never waits for the device, so
     that a CUDA graph can capture it."""
@@ -268,15 +291,17 @@ class BlockContext:
         self.slots = step.slots.clamp(min=0)
         self.zeros = torch.zeros_like(self.slots)
         self.parts = self._parts()
-        self.backends = {x: make(self.view) for x, make in attention.backend_factories.items()}
         lengths = step.max_lengths or ()  # unknown while a graph is captured, without prompts
         self.repeats = sum(lengths[step.num_decodes :]) <= MAX_PROMPT_TOKENS
         self.recordings: dict[Hashable, Recording] = {}
         self.tables: dict[tuple[int, ...], Tensor] = {}
         self.indices: dict[int, tuple[Tensor, Tensor]] = {}  # by number of groups
         self.window = None
-        if attention.window is not None and step.exact is not None:
+        if attention.window is not None:
             self.window = BlockWindowStep(attention.window, self)
+        else:
+            self.decode = attention.decode.begin(self.view)
+            self.prefill = attention.prefill.begin(self.view)
 
     @cached_property
     def positions(self) -> Tensor:
@@ -306,9 +331,9 @@ class BlockContext:
     ) -> None:
         """Like `attend`, with exact tokens. caches: the layer's blocks of entries and of exact
         tokens."""
-        assert self.window is not None, "the step has exact blocks"
+        assert self.window is not None, "the layout has a window"
         location = self.attention.location(layer.index, caches[0])
-        exact_location = self.attention.exact_location(layer.index, caches[1])
+        exact_location = self.attention.location(layer.index, caches[1], exact=True)
         self.window.attend(layer, location, exact_location, q, entries, exact, out)
 
     def project_and_attend(
@@ -347,13 +372,12 @@ class BlockContext:
         out: Tensor,
     ) -> None:
         self.store(layer, location, entries)
-        attention, packed = self.attention, q[None]
+        packed = q[None]
         for part in self.parts:
-            backends = attention.decode if part.decode else attention.prefill
+            backends = self.decode if part.decode else self.prefill
             part_out = out[part.first_token : part.first_token + part.positions.numel()]
             part_out = part_out.view(*part.positions.shape, -1)
-            backend = self.backends[backends[layer.index]]
-            outputs = backend.attend(layer, part, part.slice_of(packed), part_out)
+            outputs = backends[layer.index].attend(layer, part, part.slice_of(packed), part_out)
             if outputs.data_ptr() != part_out.data_ptr():
                 copy(part_out, outputs)
 

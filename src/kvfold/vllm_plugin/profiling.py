@@ -105,7 +105,7 @@ class MemoryProfile:
             attention = make_block_attention(impls, block_size, self.config, device)
             if device.type == "cuda":
                 compile_kernels(attention, impls, self.config.scheduler_config.max_num_seqs)
-            if device.type != "cpu" and attention.prefill[widest.maps.index] is Fallback:
+            if device.type != "cpu" and attention.prefill.kinds[widest.maps.index] is Fallback:
                 logger.warning(
                     "kvfold: plain PyTorch attends to prompts in layer %d, and what it needs for"
                     " long ones is not part of the memory that vLLM measures: lower"
@@ -119,7 +119,8 @@ class MemoryProfile:
     def _num_decodes(self, impl: CachedImpl, attention: BlockAttention, tokens: int) -> int:
         """Decoding requests of the largest step. 0 if plain PyTorch decodes on a GPU, because it
         needs as much memory as the decoded entries of all of them."""
-        if attention.view.device.type != "cpu" and attention.decode[impl.maps.index] is Fallback:
+        decoder = attention.decode.kinds[impl.maps.index]
+        if attention.view.device.type != "cpu" and decoder is Fallback:
             return 0
         return min(self.config.scheduler_config.max_num_seqs, tokens - 1)
 

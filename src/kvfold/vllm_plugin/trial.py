@@ -15,8 +15,10 @@ from kvfold.vllm_plugin.log import logger
 if TYPE_CHECKING:
     from kvfold.vllm_plugin.backend import CachedImpl
 
-CHUNK = 64  # tokens of the trial's prefill chunk
-LENGTHS = (1, 2, 5, 12, 27, 50)  # of its decoding requests, which read the chunk's first tokens
+CHUNK = 64  # tokens of the trial's prefill chunk, beside those of an exact window
+# Of its decoding requests, which read the chunk's first tokens. With a window, others are so much
+# longer than it.
+LENGTHS = (1, 2, 5, 12, 27, 50)
 
 
 @torch.inference_mode()
@@ -70,19 +72,19 @@ def run_layers(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Run each layer on sample inputs. Returns, for each, a bool [] of the device: whether its
     outputs are finite, and whether they are the same in a step with all layers."""
-    view = attention.view
-    chunk = min(CHUNK, view.max_tokens)
-    lengths = [n for n in LENGTHS if n <= chunk]
+    view, window = attention.view, attention.view.layout.window
+    chunk = min(window + CHUNK, view.max_tokens)
+    lengths = sorted({n for x in LENGTHS for n in (x, window + x) if n <= chunk})
     positions = torch.tensor([*(n - 1 for n in lengths), *range(chunk)], device=view.device)
     step = attention.make_step(lengths, chunk)
     finite: list[Tensor] = []
     equal: list[Tensor] = []
     context = attention.begin(step)
     for layer in layers:
-        q, entries = layer.sample_inputs(positions)
-        out = attention.attend_on_new_blocks(layer.maps, step, q, entries)
+        inputs = layer.sample_inputs(positions)
+        out = attention.attend_on_new_blocks(layer.maps, step, *inputs)
         finite.append(layer.project_output(out).isfinite().all())
-        again = attention.attend_on_new_blocks(layer.maps, step, q, entries, context)
+        again = attention.attend_on_new_blocks(layer.maps, step, *inputs, context=context)
         equal.append(((out == again) | out.isnan()).all())
     attention.locations.clear()
     return finite, equal
