@@ -97,9 +97,12 @@ class Layer:
         self.maps, self.mean, self.quantiser = maps, mean, quantiser
         self.past: tuple[Tensor, ...] | None = None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, remember: bool) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, remember: bool,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """q [Hq, T, d], k and v [Hk, T, d] -> [Hq, T, d]. remember: these tokens come before those
-        of later calls."""
+        of later calls. sinks: as in `mixed`."""
         before = 0 if self.past is None else len(self.past[0])
         queries, entries = self.entries(q, k, v, before)
         if self.past is not None:
@@ -117,7 +120,7 @@ class Layer:
             coarse = self.read(queries, in_bits(entries, self.spec, self.bits))
         else:
             coarse = q, self.quantiser.keys(self.index, k), self.quantiser.values(self.index, v)
-        return mixed(exact, coarse, self.window.near(q.shape[1], len(entries)), scale)
+        return mixed(exact, coarse, self.window.near(q.shape[1], len(entries)), scale, sinks)
 
     def entries(self, q: Tensor, k: Tensor, v: Tensor, first: int) -> tuple[Tensor, Tensor]:
         """Queries that score stored keys [Hq, T, r], and entries [T, R] before they are rounded.
@@ -147,9 +150,12 @@ class Layer:
         return q, keys, values.transpose(0, 1)
 
 
-def mixed(exact: Inputs, coarse: Inputs, near: Tensor, scale: float) -> Tensor:
+def mixed(
+    exact: Inputs, coarse: Inputs, near: Tensor, scale: float, sinks: Tensor | None = None
+) -> Tensor:
     """Causal attention [Hq, T, d] of the last T of S tokens to the `exact` keys and values where
-    `near` bool [T, S] is true, and to the `coarse` ones elsewhere."""
+    `near` bool [T, S] is true, and to the `coarse` ones elsewhere. sinks [Hq]: a score of each
+    head that takes part in its softmax and has no value."""
     groups, count = len(exact[0]) // len(exact[1]), near.shape[1]
     at = torch.arange(count, device=near.device)
     positions, outputs = at[count - len(near) :, None], []
@@ -161,7 +167,11 @@ def mixed(exact: Inputs, coarse: Inputs, near: Tensor, scale: float) -> Tensor:
                 x[0][queries, rows] @ x[1][head].mT * scale for x in (exact, coarse)
             )
             scores = torch.where(own, near_scores, scores).masked_fill(hidden, -torch.inf)
-            weights = scores.float().softmax(-1).to(exact[2].dtype)
+            scores = scores.float()
+            if sinks is not None:
+                sink = sinks[queries, None, None].float().expand(-1, len(rows), 1)
+                scores = torch.cat((scores, sink), -1)
+            weights = scores.softmax(-1)[..., :count].to(exact[2].dtype)
             heads.append((weights * own) @ exact[2][head] + (weights * ~own) @ coarse[2][head])
         outputs.append(torch.cat(heads))
     return torch.cat(outputs, 1)
@@ -205,7 +215,7 @@ class Reader:
     ) -> tuple[Tensor, None]:
         """Attention function for transformers: [1, heads, T, d] -> [1, T, Hq, d]."""
         layer, inputs = self.layers[module.layer_idx], (query[0], key[0], value[0])
-        out = layer.attend(*inputs, named["scaling"], self.remembers)
+        out = layer.attend(*inputs, named["scaling"], self.remembers, named.get("s_aux"))
         return out.transpose(0, 1)[None], None
 
 

@@ -4,6 +4,7 @@ both ways, and masks them.
 Its own environment (`make test-vllm`). Tiny random models; each engine in a process of its own.
 """
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -114,6 +115,20 @@ def test_keys_before_rope(joint: bool, tmp_path: Path) -> None:
     check_tokens(model, str(tmp_path / "maps"), WINDOW, found.tokens, prompts())
 
 
+def test_attention_sinks(tmp_path: Path) -> None:
+    """They count once, beside exact tokens and entries."""
+    path = build("gpt_oss", tmp_path / "model")
+    file = Path(path, "config.json")
+    config = json.loads(file.read_text())
+    whole = {"sliding_window": None, "layer_types": ["full_attention"] * 4}
+    file.write_text(json.dumps(config | whole))
+    model = loaded(path)
+    model.config.sliding_window = 512  # transformers makes a mask of it, for no layer
+    maps = sidecar(model, tmp_path / "maps", half=True)
+    found = served(path, {"maps": maps, "window": WINDOW})
+    check_tokens(model, maps, WINDOW, found.tokens, prompts())
+
+
 @pytest.mark.parametrize("joint", [False, True])
 def test_two_processes(joint: bool, tmp_path: Path) -> None:
     path = build("llama", tmp_path / "model")
@@ -159,6 +174,41 @@ def test_requests_that_are_preempted(tmp_path: Path) -> None:
     settings = {"maps": maps, "window": WINDOW}
     tokens, preempted = served(path, settings, crowded, num_gpu_blocks_override=26)
     assert preempted
+    check_tokens(model, maps, WINDOW, tokens, many_prompts())
+
+
+def speculated(model: str, _: None, options: dict) -> tuple[list[list[int]], list[int], list[int]]:
+    """Answers of 80 tokens; how many tokens of each draft there were, and were accepted."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM, SamplingParams
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    update, drafted, accepted = Scheduler.update_from_output, [], []
+
+    def counted(scheduler: Any, step: Any, output: Any) -> Any:
+        for name, draft in step.scheduled_spec_decode_tokens.items():
+            drafted.append(len(draft))
+            accepted.append(len(output.sampled_token_ids[output.req_id_to_index[name]]) - 1)
+        return update(scheduler, step, output)
+
+    Scheduler.update_from_output = counted
+    llm = LLM(model, **options)
+    wanted = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True, detokenize=False)
+    asked = [{"prompt_token_ids": x} for x in many_prompts()]
+    outputs = llm.generate(asked, wanted, use_tqdm=False)
+    return [list(x.outputs[0].token_ids) for x in outputs], drafted, accepted
+
+
+def test_speculation_by_ngrams(tmp_path: Path) -> None:
+    """Several tokens of a request in a step; of those that are rejected nothing stays."""
+    path = build("llama", tmp_path / "model")
+    model = loaded(path)
+    maps = sidecar(model, tmp_path / "maps", half=True)
+    ngrams = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+    settings = {"maps": maps, "window": WINDOW}
+    found = served(path, settings, speculated, speculative_config=ngrams)
+    tokens, drafted, accepted = found
+    assert 0 < sum(accepted) < sum(drafted)
     check_tokens(model, maps, WINDOW, tokens, many_prompts())
 
 
