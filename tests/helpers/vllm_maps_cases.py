@@ -1,7 +1,7 @@
 """What tests of vllm maps share with others."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -11,6 +11,7 @@ from kvfold.layout import CacheSpec, Geometry, Latent, LayerSpec
 from kvfold.maps.layer_maps import Maps
 from kvfold.maps.layers import attention_layers
 from kvfold.maps.sidecar import Sidecar, probes_of
+from maps_rope_cases import maps_of
 
 NEW, RANKS = 16, (16, 12, 20, 16)  # tokens; numbers a head of keys and of values, by layer
 
@@ -129,11 +130,20 @@ def loaded(path: str):
     ).eval()
 
 
-def before_rope_spec(layer, maps, joint: bool) -> LayerSpec:
-    heads = tuple(range(layer.num_kv_heads))
-    if joint:
-        latents = [Latent(side="kv", heads=heads, rank=maps.key_down.shape[2])]
-    else:
-        latents = [Latent(side="k", heads=(x,), rank=maps.key_down.shape[2]) for x in heads]
-        latents.append(Latent(side="v", heads=heads, rank=maps.value_down.shape[2]))
-    return LayerSpec(keys="pre_rope", values="rebuilt", latents=tuple(latents))
+def sidecar_before_rope(model, folder: Path, joint: bool) -> str:
+    """Random maps for half the numbers, of keys before RoPE, as files; joint: one latent of keys
+    and values."""
+    layers = attention_layers(model)
+    maps = maps_of(model, layers, keep=0.5, joint=joint)
+    heads, specs = tuple(range(layers[0].num_kv_heads)), []
+    for layer in layers:
+        key, value = (x.shape[2] for x in (maps[layer.name].key_down, maps[layer.name].value_down))
+        latents = [Latent(side="k", heads=(x,), rank=key) for x in heads]
+        latents.append(Latent(side="v", heads=heads, rank=value))
+        if joint:
+            latents = [Latent(side="kv", heads=heads, rank=key)]
+        specs.append(LayerSpec(keys="pre_rope", values="rebuilt", latents=tuple(latents)))
+    made = Sidecar.load(sidecar(model, folder.with_name("after")))
+    spec = replace(made.spec, layers=tuple(specs))
+    replace(made, maps=maps, spec=spec).save(folder)
+    return str(folder)

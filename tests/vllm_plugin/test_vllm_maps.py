@@ -5,7 +5,6 @@ Its own environment (`make test-vllm`). Tiny random models; each engine in a pro
 """
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,18 +14,15 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
 import kvfold
 from forks import forked
-from kvfold.maps.layers import attention_layers
-from kvfold.maps.sidecar import Sidecar
-from maps_rope_cases import maps_of
 from vllm_maps_cases import (
     NEW,
     Answers,
     alone,
-    before_rope_spec,
     generated,
     loaded,
     prompts,
     sidecar,
+    sidecar_before_rope,
 )
 from vllm_quantised import KINDS, quantised
 from vllm_types import REFUSED, TYPES, build
@@ -137,14 +133,9 @@ def test_keys_before_rope(name: str, joint: bool, tmp_path: Path) -> None:
     latent of keys and values."""
     path = build(name, tmp_path / "model")
     model = loaded(path)
-    layers = attention_layers(model)
-    made = Sidecar.load(sidecar(model, tmp_path / "after"))
-    maps = maps_of(model, layers, keep=0.5, joint=joint)
-    specs = [before_rope_spec(layers[0], maps[x.name], joint) for x in layers]
-    spec = replace(made.spec, layers=tuple(specs))
-    replace(made, maps=maps, spec=spec).save(tmp_path / "maps")
-    found = served(path, {"maps": str(tmp_path / "maps")})
-    kvfold.attach(model, str(tmp_path / "maps"))
+    maps = sidecar_before_rope(model, tmp_path / "maps", joint)
+    found = served(path, {"maps": maps})
+    kvfold.attach(model, maps)
     check_tokens(found.tokens, model)
 
 

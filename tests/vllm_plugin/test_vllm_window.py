@@ -6,7 +6,6 @@ Its own environment (`make test-vllm`). Tiny random models; each engine in a pro
 
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,15 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
 from forks import forked
-from kvfold.maps.layers import attention_layers
 from kvfold.maps.sidecar import Sidecar
-from maps_rope_cases import maps_of
 from vllm_maps_cases import (
     Answers,
     alone,
-    before_rope_spec,
     generated,
     loaded,
     prompts,
     sidecar,
+    sidecar_before_rope,
 )
 from vllm_types import build
 from windowed import Window, windowed
@@ -105,14 +102,9 @@ def test_keys_before_rope(joint: bool, tmp_path: Path) -> None:
     """Entries have other keys than the window."""
     path = build("llama", tmp_path / "model")
     model = loaded(path)
-    layers = attention_layers(model)
-    made = Sidecar.load(sidecar(model, tmp_path / "after"))
-    maps = maps_of(model, layers, keep=0.5, joint=joint)
-    specs = [before_rope_spec(layers[0], maps[x.name], joint) for x in layers]
-    made = replace(made, maps=maps, spec=replace(made.spec, layers=tuple(specs)))
-    made.save(tmp_path / "maps")
-    found = served(path, {"maps": str(tmp_path / "maps"), "window": WINDOW})
-    check_tokens(model, str(tmp_path / "maps"), WINDOW, found.tokens, prompts())
+    maps = sidecar_before_rope(model, tmp_path / "maps", joint)
+    found = served(path, {"maps": maps, "window": WINDOW})
+    check_tokens(model, maps, WINDOW, found.tokens, prompts())
 
 
 def test_attention_sinks(tmp_path: Path) -> None:
