@@ -3,6 +3,7 @@ requests decode beside chunks of prompts.
 
     python benchmarks/vllm_host.py swift-5x --decodes 40 --chunks 1
     python benchmarks/vllm_host.py swift-5x --decodes 40 --chunks 1 --chunk 600 --stored 8192 --gpu
+    python benchmarks/vllm_host.py bits-4 --window 128
 
 On a CPU alone: Triton's kernels are compiled for an H200 (minutes, once), and what is launched does
 nothing; neither do matrix products. What is left is Python's, Triton's and PyTorch's time, with
@@ -221,7 +222,7 @@ def step_of(options: argparse.Namespace) -> Callable[[], None]:
     lengths = [options.stored] * options.decodes + [stored] * options.chunks
     longest = max(LONGEST, stored)
     blocks = options.decodes * options.stored // BLOCK if options.gpu else BLOCKS
-    model = ModelAttention(options.kind, max(BLOCKS, blocks), longest)
+    model = ModelAttention(options.kind, max(BLOCKS, blocks), longest, options.window)
     step = model.step(lengths, chunks)
     return partial(model.inputs(options.decodes + sum(chunks)), model.attention, step)
 
@@ -268,9 +269,12 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=1, help="of prompts")
     parser.add_argument("--chunk", type=int, default=64, help="tokens of a chunk")
     parser.add_argument("--stored", type=int, default=300, help="tokens of a request")
+    parser.add_argument("--window", type=int, default=0, help="exact tokens, with bits")
     parser.add_argument("--rounds", type=int, default=80)
     parser.add_argument("--gpu", action="store_true", help="run it, on a GPU")
     options = parser.parse_args()
+    if options.window and not options.kind.startswith(BITS):
+        parser.error("--window needs bits-8 or bits-4")
     torch.set_num_threads(1)
     if options.gpu:
         with torch.inference_mode(), torch.device("cuda:0"):

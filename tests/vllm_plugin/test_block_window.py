@@ -75,18 +75,26 @@ def blocks_of(sizes: list[int], count: int) -> list[Tensor]:
 
 class Engine:
     """Requests by hand. Blocks of exact tokens are taken away as soon as vLLM may do so, filled
-    with NaN, and their numbers in the tables become 0."""
+    with NaN, and their numbers in the tables become 0. sinks [Hq]: of all layers, whose maps then
+    have no means."""
 
-    def __init__(self, made, window: int, bits: int | None = None, count: int = 2) -> None:
+    def __init__(
+        self, made, window: int, bits: int | None = None, count: int = 2,
+        sinks: Tensor | None = None,
+    ) -> None:  # fmt: skip
         spec, maps, means = made
         self.dtype = torch.float16
         layout = cache_layout(spec, page=BLOCK, itemsize=2, bits=bits)
         self.layout = layout = with_window(layout, window, 2, EXACT)
         assert layout.exact is not None
         self.layers, self.wanted = [], []
+        self.sinks = sinks
         for i, (x, mean) in enumerate(zip(maps, means, strict=True)):
+            if sinks is not None:
+                zero = {y: getattr(x, y) * 0 for y in ("key_shift", "value_shift", "value_mean")}
+                x, mean = replace(x, **zero), mean * 0
             pair = [
-                served_layer(i, spec, x.to(*to), None)
+                served_layer(i, spec, x.to(*to), None, sinks)
                 for to in ((DEVICE, self.dtype), ("cpu", torch.float32))
             ]
             for projections in pair:
@@ -214,7 +222,7 @@ class Engine:
         exact = q[:, -count:], k if constant is None else k - constant[:, None], v
         near = Window(kind="whole", tokens=self.window).near(count, k.shape[1])
         coarse = layer.read(queries, rows.float().cpu())
-        out = mixed(exact, coarse, near, self.layout.spec.geometry.scaling)
+        out = mixed(exact, coarse, near, self.layout.spec.geometry.scaling, self.sinks)
         return out.transpose(0, 1).flatten(1)
 
 
@@ -253,6 +261,17 @@ def test_each_query_sees_its_window_exactly(
             engine.step(counts)
         if kernels == "triton":
             engine.step([1, 1], graph=True, padding=2)
+
+
+def test_sinks_count_once(backend, compressed) -> None:
+    pytest.importorskip("triton")
+    backend("triton")
+    sinks = torch.tensor([3.0, -1.0, 0.0, 2.0])
+    engine = Engine(compressed["swift"], 20, sinks=sinks)
+    with torch.inference_mode():
+        for counts in ([19, 45], [1, 14]):
+            engine.step(counts)
+        engine.step([1, 1], graph=True, padding=2)
 
 
 def test_a_captured_step_copies_nothing_from_the_host(
