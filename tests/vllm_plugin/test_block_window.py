@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import kvfold
+from flash_attention import flash_attn_varlen_func
 from kvfold.attention import window as attention_window
 from kvfold.attention.backend import AttentionBackend
 from kvfold.attention.fallback import Fallback
@@ -23,8 +24,10 @@ from kvfold.layout.pages import cache_layout, with_window
 from kvfold.maps.engine_model import LayerProjections, served_layer, served_spec
 from kvfold.maps.plain import measured_means
 from kvfold.ops.store import gather
+from kvfold.vllm_plugin import flash
 from kvfold.vllm_plugin.block_window import decoders_of
 from kvfold.vllm_plugin.blocks import BlockAttention, BlockStep, BlockView
+from kvfold.vllm_plugin.flash_window import FlashChunk
 from kvfold.vllm_plugin.trial import check_attention
 from matrix import slow
 from model_types import tiny
@@ -226,12 +229,14 @@ class Engine:
         return out.transpose(0, 1).flatten(1)
 
 
+PLAIN = {"flash": "reference"}  # what decodes beside it on a CPU
 CASES = [
     *(
         (recipe, None, "reference", window)
         for recipe in ("swift", "small")
         for window in (1, 20, 100)
     ),
+    *((recipe, None, "flash", window) for recipe in ("swift", "small") for window in (1, 20, 100)),
     ("swift", 4, "triton", 20),
     slow("swift", None, "triton", 1),
     slow("swift", None, "triton", 100),
@@ -239,15 +244,27 @@ CASES = [
 ]
 
 
+def use(kernels: str, backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `kernels` attend. On a GPU these are chosen there, and what is expected, on a CPU, needs
+    none."""
+    served = kernels == "flash"
+    if kernels == "triton":
+        pytest.importorskip("triton")
+    if served and DEVICE == "cpu":
+        monkeypatch.setattr(flash, "_function", lambda: flash_attn_varlen_func)
+    elif served and (reason := flash.why_not()):
+        pytest.skip(reason)
+    monkeypatch.setattr(FlashChunk, "serves", lambda *_: served)
+    backend("auto" if DEVICE == "cuda" and kernels != "reference" else PLAIN.get(kernels, kernels))
+
+
 @pytest.mark.parametrize(("recipe", "bits", "kernels", "window"), CASES)
 def test_each_query_sees_its_window_exactly(
-    recipe: str, bits: int | None, kernels: str, window: int, backend, compressed
+    recipe: str, bits: int | None, kernels: str, window: int, backend, compressed, monkeypatch
 ) -> None:
     """Chunks, a step that decodes one request beside another's chunk, and decodes, alone and padded
     as in a CUDA graph."""
-    if kernels == "triton":
-        pytest.importorskip("triton")
-    backend(kernels)
+    use(kernels, backend, monkeypatch)
     engine = Engine(compressed[recipe], window, bits)
     if kernels == "triton":
         shared = engine.attention.window
@@ -263,23 +280,23 @@ def test_each_query_sees_its_window_exactly(
             engine.step([1, 1], graph=True, padding=2)
 
 
-def test_sinks_count_once(backend, compressed) -> None:
-    pytest.importorskip("triton")
-    backend("triton")
+@pytest.mark.parametrize("kernels", ["triton", "flash"])
+def test_sinks_count_once(kernels: str, backend, compressed, monkeypatch) -> None:
+    use(kernels, backend, monkeypatch)
     sinks = torch.tensor([3.0, -1.0, 0.0, 2.0])
     engine = Engine(compressed["swift"], 20, sinks=sinks)
     with torch.inference_mode():
         for counts in ([19, 45], [1, 14]):
             engine.step(counts)
-        engine.step([1, 1], graph=True, padding=2)
+        if kernels == "triton":
+            engine.step([1, 1], graph=True, padding=2)
 
 
 def test_a_captured_step_copies_nothing_from_the_host(
     backend, compressed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a first step made is there for the next ones: in a graph no copy may wait."""
-    pytest.importorskip("triton")
-    backend("triton")
+    use("triton", backend, monkeypatch)
     engine = Engine(compressed["swift"], 20)
     unable = SimpleNamespace(**vars(torch) | {"tensor": None})
     with torch.inference_mode():

@@ -123,28 +123,20 @@ def weigh_older(
     q: Tensor,
     view: CacheView,
     decoder: AttentionBackend | None,
-    last: Tensor | None,
+    chunk: "Chunk | None",
 ) -> Weighed:
     """Attention of q [B, Hq, T, .] in the space of scores to compressed entries, with values
     projected up: [B, Hq, T, dv].
 
-    decoder: reads the entries of a part that decodes, and is not used for others.
-    last: int32 [B, T], position of the last entry that each query sees, in a part that prefills.
+    decoder: reads the entries of a part that decodes. chunk: of a part that prefills.
     """
     mapped = False
     if part.decode:
         assert decoder is not None
         out, lse = decoder.weigh(layer, part, q)
     else:
-        assert last is not None, "a prefill's queries see different entries"
-        pages = view.pages[layer.index]
-        counts = pages.lengths[part.slots]
-        stored = store.gather(pages, part.slots, counts, view.dtype, part.size(layer.index))
-        rope = rope_of(layer, stored, pages.groups, part.stop)
-        keys, values, mapped = views_of(layer, q, stored.rows, rope)
-        owner = owner_of(pages.groups)
-        visible = Seen(counts=counts, owner=owner, positions=None, queries=last)
-        out, lse = prefill(q, keys, values, visible, layer.scale)
+        assert chunk is not None, "a prefill's queries see different entries"
+        out, lse, mapped = chunk.weigh_older(layer, q, view)
     heads = layer.merge_heads(out.to(q.dtype), mapped)
     return heads.unflatten(2, (out.shape[1], -1)).transpose(1, 2), lse
 
@@ -218,9 +210,9 @@ class WindowStep:
     def _older(self, layer: LayerAttention, part: AttentionMetadata, q: Tensor) -> Weighed:
         """Attention of q [B, Hq, T, .] to the compressed entries before the window, with values
         projected up: [B, Hq, T, dv]."""
-        last = None if part.decode else self.chunks[id(part)].last_older
+        chunk = None if part.decode else self.chunks[id(part)]
         view, decoder = self.attention.view, self.older[layer.index]
-        return weigh_older(layer, part, q, view, decoder, last)
+        return weigh_older(layer, part, q, view, decoder, chunk)
 
 
 class Chunk:
@@ -275,19 +267,51 @@ class Chunk:
     ) -> Tensor:
         """Entries [B * blocks, ., R] of the pages of `slots` [B], before they are written to, and
         of the part's own tokens. packed [M, R]: of the step's."""
-        counts = slots.new_full((len(slots), len(pages.groups)), self.size)
-        held = store.gather(pages, slots, counts, dtype, self.size).rows
-        entries = torch.cat((held, self.part.slice_of(packed[None, None])[:, 0]), 1)
+        entries = self.stored_and_own(pages, slots, packed, dtype)
         entries = entries.gather(1, self.index[..., None].expand(-1, -1, entries.shape[-1]))
         return self.blocks.keys(entries.masked_fill(~self.is_visible[..., None], 0))
 
+    def stored_and_own(
+        self, pages: LayerPages, slots: Tensor, packed: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        """Entries [B, size + T, R] as `index` counts them; arguments as in `entries`."""
+        counts = slots.new_full((len(slots), len(pages.groups)), self.size)
+        held = store.gather(pages, slots, counts, dtype, self.size).rows
+        return torch.cat((held, self.part.slice_of(packed[None, None])[:, 0]), 1)
+
     def weigh(self, plain: LayerAttention, q: Tensor, entries: Tensor) -> Weighed:
         """Attention of q [B, Hq, T, d] to `entries`: [B, Hq, T, dv]."""
-        keys, values = (
-            KVView(entries, *x.head_columns) for x in (plain.key_columns, plain.value_columns)
-        )
+        keys, values = exact_views(plain, entries)
         out, lse = prefill(self.blocks.queries(q), keys, values, self.seen, plain.scale)
         return self.blocks.joined(out), self.blocks.joined(lse[..., None])[..., 0]
+
+    def weigh_older(
+        self, layer: LayerAttention, q: Tensor, view: CacheView
+    ) -> tuple[Tensor, Tensor, bool]:
+        """Attention of q [B, Hq, T, .] in the space of scores to compressed entries, and whether
+        their values are projected up."""
+        pages, part = view.pages[layer.index], self.part
+        counts = pages.lengths[part.slots]
+        stored = store.gather(pages, part.slots, counts, view.dtype, part.size(layer.index))
+        rope = rope_of(layer, stored, pages.groups, part.stop)
+        keys, values, mapped = views_of(layer, q, stored.rows, rope)
+        owner = owner_of(pages.groups)
+        visible = Seen(counts=counts, owner=owner, positions=None, queries=self.last_older)
+        return *self.attend_older(q, keys, values, visible, layer.scale), mapped
+
+    def attend_older(
+        self, q: Tensor, keys: KVView, values: KVView, visible: Seen, scale: float
+    ) -> Weighed:
+        """Attention of q [B, Hq, T, dk] to compressed entries."""
+        return prefill(q, keys, values, visible, scale)
+
+
+def exact_views(plain: LayerAttention, entries: Tensor) -> tuple[KVView, KVView]:
+    """Keys and values in exact entries [.., R] of a layer."""
+    return (
+        KVView(entries, *plain.key_columns.head_columns),
+        KVView(entries, *plain.value_columns.head_columns),
+    )
 
 
 class _Blocks:

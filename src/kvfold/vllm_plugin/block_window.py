@@ -34,6 +34,7 @@ from kvfold.ops import store
 from kvfold.ops.common.pages import LayerPages
 from kvfold.ops.common.plan import cdiv
 from kvfold.ops.common.recording import copy
+from kvfold.vllm_plugin.flash_window import FlashChunk
 
 if TYPE_CHECKING:
     from kvfold.vllm_plugin.blocks import BlockContext, BlockLocation, BlockStep, BlockView
@@ -46,6 +47,7 @@ class BlockWindow:
     layers: descriptions of the layers for their exact tokens, by number.
     blocks: n. exact_view: of exact blocks, outside of a step.
     older, recent: decode backends of compressed entries and of exact tokens.
+    chunk_kind: attention of parts that prefill.
     """
 
     def __init__(
@@ -59,6 +61,8 @@ class BlockWindow:
         size = self.blocks * self.layout.page
         self.exact_view = replace(view, layout=self.layout, max_tokens=size)
         self.recent = Backends(self.exact_view, plain)
+        serves = FlashChunk.serves(plain, self.exact_view)
+        self.chunk_kind: type[Chunk] = FlashChunk if serves else Chunk
 
 
 def exact_layer(layer: LayerAttention, layout: CacheLayout) -> LayerAttention:
@@ -132,7 +136,7 @@ class BlockWindowStep:
             recent = part.weigh(layer, exact_location, queries, exact_entries)
             packed = metadata.slice_of(q[None])
             decoder = self.older_decoders.get(layer.index)
-            older = weigh_older(layer, metadata, packed, self.older, decoder, part.last_older)
+            older = weigh_older(layer, metadata, packed, self.older, decoder, part.chunk)
             copy(part_out, attended(layer, recent, older, out.dtype))
 
     def _store(self, layer: LayerAttention, location: "BlockLocation", entries: Tensor) -> None:
@@ -148,7 +152,7 @@ class _WindowPart:
     part: of the step.
     tables int32 [B, n], lengths int32 [B]: blocks from the first one that the window needs, and
         tokens in them.
-    last_older: as in `Chunk`, for a part that prefills.
+    chunk: of a part that prefills.
     """
 
     def __init__(self, window: BlockWindow, part: AttentionMetadata, exact: "BlockStep") -> None:
@@ -167,7 +171,7 @@ class _WindowPart:
         self.offsets: dict[tuple[int, ...], Tensor] = {}
         step = replace(exact, lengths=lengths)
         self.view = replace(window.exact_view, step=step, pages=self.pages)
-        self.last_older: Tensor | None = None
+        self.chunk: Chunk | None = None
         heads = window.layout.spec.geometry.num_kv_heads
         if part.decode:
             self.decoders = window.recent.begin(self.view)
@@ -182,10 +186,9 @@ class _WindowPart:
         else:
             start = (part.positions[:, :1] - window.tokens + 1).clamp(min=0)
             before = first[:, None] * page
-            self.chunk = Chunk(
+            self.chunk = window.chunk_kind(
                 part, window.tokens, start, size, lambda x: (x - before).clamp(min=0), heads
             )
-            self.last_older = self.chunk.last_older
 
     def weigh(
         self, layer: LayerAttention, location: "BlockLocation", q: Tensor, entries: Tensor
@@ -193,7 +196,7 @@ class _WindowPart:
         """Attention of q [B, Hq, T, d] to the window. entries [M, R]: exact ones of the step."""
         plain = self.window.layers[layer.index]
         pages = self._pages_of(plain, location)
-        if self.part.decode:
+        if self.chunk is None:
             self.pages[layer.index] = pages
             return self.decoders[layer.index].weigh(plain, self.metadata, q)
         entries = self.chunk.entries(pages, self.slots, entries, self.view.dtype)

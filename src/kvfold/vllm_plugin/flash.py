@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from kvfold.attention.backend import Task
+from kvfold.attention.backend import Task, Weighed
 from kvfold.attention.base import LayerAttention, LayerShape
 from kvfold.attention.metadata import AttentionMetadata
 from kvfold.attention.triton_prefill import TritonPrefill
 from kvfold.layout.pages import Group
+from kvfold.ops.common.attention import LOG2_E
 from kvfold.ops.common.compile_ahead import compiling_ahead
 from kvfold.ops.common.launch import upload
 from kvfold.ops.common.recording import compute, copy
@@ -32,6 +32,8 @@ from kvfold.vllm_plugin.log import logger
 VERSION = 3
 WIDEST = 256  # of the kernel's keys and values
 MULTIPLE = 8  # of widths, and of the distance of heads and tokens, in numbers
+
+Settings = tuple[float, int | None, float | None]  # scale, window, softcap
 
 
 class FlashPrefill(TritonPrefill):
@@ -68,38 +70,75 @@ def attended(
 ) -> Tensor:  # fmt: skip
     """The attention output [1, Hq, T, dv] of queries q [1, Hq, T, dk], which are the newest of the
     visible tokens. width: D, of `shared_width`."""
-    assert len(q) == 1 and visible.positions is None, "one request's newest tokens"
+    assert visible.positions is None, "the newest tokens"
+    lengths = visible.counts[:, 0].contiguous()
+    settings = scale, visible.window, softcap
+    queries = _queries(q, width)
+    out = compute(_flash, queries, _spread(keys, width), _spread(values, width), lengths, settings)
+    return out[None, ..., : values.ranks[0]].transpose(1, 2)
+
+
+def weigh(
+    q: Tensor, keys: KVView, values: KVView, width: int, lengths: Tensor, scale: float,
+    window: int | None = None,
+) -> Weighed:  # fmt: skip
+    """The attention output [1, Hq, T, dv] of q [1, Hq, T, dk] and the log2-sum-exp2 of its scores,
+    fp32 [1, Hq, T]. Not for what is recorded.
+
+    lengths: int32 [1], tokens that the last query sees; each query before it sees one less. Those
+        that see none get numbers without a meaning.
+    """
+    parts = _queries(q, width), _spread(keys, width), _spread(values, width)
+    out, lse = _flash_and_sums(*parts, lengths, (scale, window, None))
+    return out[None, ..., : values.ranks[0]].transpose(1, 2), (lse * LOG2_E)[None]
+
+
+def _queries(q: Tensor, width: int) -> Tensor:
+    """q [1, Hq, T, dk] as [T, Hq, D], with zeros beyond dk."""
+    assert len(q) == 1, "one request"
     _, heads, count, rank = q.shape
     queries = q[0].transpose(0, 1)
     if rank < width:
         padded = q.new_zeros(count, heads, width)
         copy(padded[..., :rank], queries)
-        queries = padded
-    lengths = visible.counts[:, 0].contiguous()
-    settings = scale, visible.window, softcap
-    out = compute(_flash, queries, _spread(keys, width), _spread(values, width), lengths, settings)
-    return out[None, ..., : values.ranks[0]].transpose(1, 2)
+        return padded
+    return queries
 
 
 def _flash(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, settings: tuple[float, int | None, Any],
-    out: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, settings: Settings, out: Tensor | None = None
+) -> Tensor:
     """Attention of the newest tokens q [T, Hq, D] among the first lengths int32 [1] of k, v
     [1, S, Hk, D]: [T, Hq, D]."""
     if compiling_ahead() is not None:  # there is nothing to compile
         return torch.zeros_like(q)
+    result: Tensor = _call(q, k, v, lengths, settings, out=out)
+    return result
+
+
+def _flash_and_sums(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, settings: Settings
+) -> tuple[Tensor, Tensor]:
+    """Like `_flash`, and the log-sum-exp of the scores, fp32 [Hq, T]."""
+    if compiling_ahead() is not None:
+        return torch.zeros_like(q), q.new_zeros(q.shape[1], len(q), dtype=torch.float32)
+    out, sums = _call(q, k, v, lengths, settings, return_softmax_lse=True)
+    return out, sums
+
+
+def _call(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, settings: Settings, **options: Any
+) -> Any:
     function, (scale, window, softcap) = _function(), settings
     assert function is not None
-    result: Tensor = function(
+    return function(
         q, k, v,
         cu_seqlens_q=_bounds(len(q), q.device), max_seqlen_q=len(q),
         seqused_k=lengths, max_seqlen_k=k.shape[1],
         softmax_scale=scale, causal=True, softcap=softcap or 0.0,
         window_size=None if window is None else [window - 1, 0],
-        out=out, fa_version=VERSION,
+        fa_version=VERSION, **options,
     )  # fmt: skip
-    return result
 
 
 @lru_cache(maxsize=1024)
@@ -141,8 +180,8 @@ def _spread(view: KVView, width: int) -> Tensor:
 
 @lru_cache
 def why_not() -> str | None:
-    """Why vLLM's FlashAttention is not used on this machine's GPU, or None. It is tried on a small
-    example first, so that another version with other rules gives no wrong answers."""
+    """Why vLLM's FlashAttention is not used on this machine's GPU, or None. It is tried on small
+    examples first, so that another version with other rules gives no wrong answers."""
     if torch.cuda.get_device_capability()[0] != 9:
         return f"FlashAttention {VERSION} runs on Hopper"
     try:
@@ -169,21 +208,34 @@ def _function() -> Callable[..., Any] | None:
 
 @torch.inference_mode()
 def _is_right() -> bool:
-    """Whether it attends as PyTorch does: the last 5 of 37 tokens, of 48 in memory, with 4 query
-    heads for 2 KV heads and keys of 120 numbers among values of 128."""
+    """Whether it attends as PyTorch does, with 4 query heads for 2 KV heads and keys of 120 numbers
+    among values of 128, of 48 tokens in memory: the last 5 of 37 tokens to all before them; 12
+    queries of which the last sees 7 tokens, and 5 none; the last 5 of 37 to 6 each."""
 
     def drawn(*shape: int) -> Tensor:
         make = torch.Generator("cpu").manual_seed(sum(shape))
         return torch.randn(*shape, generator=make, device="cpu").to("cuda", torch.bfloat16)
 
-    rows, q = drawn(1, 48, 2 * 120 + 2 * 128), drawn(1, 4, 5, 120)
+    rows = drawn(1, 48, 2 * 120 + 2 * 128)
     keys, values = KVView(rows, (0, 120), (120,) * 2), KVView(rows, (240, 368), (128,) * 2)
-    counts = torch.full((1, 1), 37, dtype=torch.int32, device="cuda")
-    positions = torch.arange(32, 37, device="cuda")
-    visible = Seen(counts=counts, owner=(0, 0), positions=None, queries=positions[None])
-    out = attended(q, keys, values, 128, visible, 0.1, None)
     k, v = rows[..., :240].unflatten(-1, (2, 120)), rows[..., 240:].unflatten(-1, (2, 128))
-    k, v = (x[:, :37].transpose(1, 2).repeat_interleave(2, 1).float() for x in (k, v))
-    mask = torch.arange(37, device="cuda") <= positions[:, None]
-    expected = F.scaled_dot_product_attention(q.float(), k, v, mask, scale=0.1)
-    return bool(((out.float() - expected).norm() / expected.norm()) < 0.01)
+    k, v = (x[0].transpose(0, 1).repeat_interleave(2, 0).float() for x in (k, v))
+    token = torch.arange(48, device="cuda")
+    right = []
+    for queries, count, window in ((5, 37, None), (12, 7, None), (5, 37, 6)):
+        q, last = drawn(1, 4, queries, 120), torch.arange(count - queries, count, device="cuda")
+        counts = torch.full((1, 1), count, dtype=torch.int32, device="cuda")
+        hidden = (token > last[:, None]) | (token <= last[:, None] - (window or count + 1))
+        sees = last >= 0
+        scores = (q[0].float() @ k.mT * 0.1).masked_fill(hidden, -torch.inf)[:, sees]
+        expected = scores.softmax(-1) @ v, scores.logsumexp(-1) * LOG2_E
+        result = weigh(q, keys, values, 128, counts[0], 0.1, window)
+        pairs = [(x[0][:, sees], y) for x, y in zip(result, expected, strict=True)]
+        if count >= queries:
+            visible = Seen(
+                counts=counts, owner=(0, 0), positions=None, queries=last[None], window=window
+            )
+            out = attended(q, keys, values, 128, visible, 0.1, None)
+            pairs.append((out[0], expected[0]))
+        right += [(x.float() - y).norm() < 0.01 * y.norm() for x, y in pairs]
+    return bool(torch.stack(right).all())
