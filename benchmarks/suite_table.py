@@ -38,7 +38,8 @@ WINDOW = 128  # exact last tokens
 @dataclass(frozen=True)
 class Setting:
     """compress: arguments of `kvfold compress`; none: the model itself. cache: of `kvfold eval`.
-    script: another script of this folder that answers instead, and its arguments."""
+    script: another script of this folder that answers instead, and its arguments; it gets --maps
+    of what was compressed."""
 
     compress: tuple[str, ...] = ()
     cache: tuple[str, ...] = ()
@@ -78,6 +79,11 @@ def evicted(policy: str, *more: str, keep: float = 0.25) -> Setting:
     return Setting(cache=("--evict", policy, "--keep-tokens", str(keep), *more))
 
 
+def in_vllm(*arguments: str, compress: tuple[str, ...] = ()) -> Setting:
+    return Setting(compress, script=("vllm_tasks.py", *arguments))
+
+
+WINDOWED = ("--window", str(WINDOW))
 FOR_SPEED = ("--set", "prefer=speed")
 SETTINGS = {
     "original": Setting(),
@@ -116,8 +122,11 @@ SETTINGS = {
     "turboquant-vllm-4": simulated("turboquant-vllm-4"),
     "turboquant-vllm-3": simulated("turboquant-vllm-3"),
     "simulated": Setting(script=(QUANTISED, "--recent", "0")),
-    "vllm": Setting(script=("vllm_tasks.py",)),
-    "fp8": Setting(script=("vllm_tasks.py", "--kv-cache-dtype", "fp8")),
+    "vllm": in_vllm(),
+    "fp8": in_vllm("--kv-cache-dtype", "fp8"),
+    "vllm-bits-4": in_vllm("--bits", "4"),
+    "vllm-bits-4-window": in_vllm("--bits", "4", *WINDOWED),
+    "vllm-small-4.3x-window": in_vllm(*WINDOWED, compress=planned("small", 4.27).compress),
     "palu-j": published("palu-j"),
     "zack": published("zack"),
     "snapkv-before": evicted("snapkv"),
@@ -193,6 +202,7 @@ class Table:
                 counts = [x for x in given.set if not x.startswith("kv-bytes=")]
                 suites = ("--suites", *given.suites, "--set", *counts)
                 path = str(Path(__file__).with_name(script))
+                arguments += ["--maps", str(self.made(name))] if setting.compress else []
                 self.command(name, sys.executable, path, given.model, *arguments, *suites, *file)
             else:
                 model = str(self.made(name)) if setting.folded else given.model
