@@ -38,7 +38,6 @@ from kvfold.vllm_plugin.flash import FlashPrefill
 
 # In order of preference; the first that supports a layer is used (`attention.selector`).
 PREFILL: tuple[type[AttentionBackend], ...] = (FlashPrefill, TritonPrefill, Fallback)
-WINDOW_PREFILL = PREFILL[1:]  # these tell which of `ops.prefill` attends with a window
 LONG_CHUNK = 1024  # tokens of a prefill chunk with enough tiles to fill a GPU
 # Tokens of a step's prompts up to which launches are repeated. Until the step ends, a recording
 # keeps the prompts' entries that it has gathered; with more of them the GPU takes longer than the
@@ -102,7 +101,8 @@ class BlockAttention:
     """Attention of some of a model's layers over an engine's blocks: what all steps share.
 
     decode, prefill: backends of decoding requests and of prefill chunks.
-    window: if queries see their last tokens exactly; it attends, and no launches are recorded.
+    window: if queries see their last tokens exactly. It attends, with `decode` among others, and
+        `prefill` tells only whether kernels serve chunks; no launches are recorded.
     locations: by layer, and whether the blocks have exact tokens.
     """
 
@@ -111,8 +111,7 @@ class BlockAttention:
         self.locations: dict[tuple[int, bool], BlockLocation] = {}
         has_window = view.layout.window > 0
         self.decode = Backends(view, layers)
-        prefill = WINDOW_PREFILL if has_window else PREFILL
-        self.prefill = Backends(view, layers, prefill, decode=False)
+        self.prefill = Backends(view, layers, PREFILL, decode=False)
         self.window = BlockWindow(layers, view, self.decode) if has_window else None
         self.kinds = {} if has_window else self._kinds()
 
