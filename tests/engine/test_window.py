@@ -1,6 +1,7 @@
 """Exact windows (`window=N`): every query sees its last N tokens as the model computed them, and
 the tokens before these as compressed entries."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -291,8 +292,30 @@ def test_bytes_of_windows_are_counted(compressed: Compressed) -> None:
     without.extend([other], [5])
     sizes = [x.stats().sequence_bytes[y] for x, y in ((runner, slot), (without, other))]
     assert sizes[0] - sizes[1] == exact
-    assert runner.layout.bytes_for(3, 96) - without.layout.bytes_for(3, 96) == 3 * exact
+    needed = [x.layout.bytes_for(3, 96) for x in (runner, without)]
+    assert needed[0] - needed[1] == runner.window_bytes
     assert runner.layout.sequence_bytes(5) - without.layout.sequence_bytes(5) == exact
+
+
+def test_the_default_pool_holds_a_short_request_beside_a_long_window() -> None:
+    llm = LLM(tiny("llama"), bits=4, window=4096, max_sequences=1, max_tokens=64)
+    pool = llm.runner.pool
+    assert pool.layout.window_bytes > 2**20  # more than the margin of a pool
+    assert pool.capacity() >= 64
+    (completion,) = llm.generate([IDS[:4]], OUTPUTS)
+    assert len(completion.token_ids) == 60
+
+
+def test_the_bytes_that_an_error_names_are_enough() -> None:
+    lengths = {"max_sequences": 4, "max_tokens": 96, "page": 8}
+    settings: dict[str, Any] = {"bits": 4, "window": 32} | lengths
+    windows = LLM(tiny("llama"), **settings).runner.pool.window_bytes
+    llm = LLM(tiny("llama"), **settings, kv_bytes=windows + 2**12)
+    with pytest.raises(SettingError, match=f"pool of {windows + 2**12} bytes") as error:
+        llm.generate([IDS], OUTPUTS)
+    (enough,) = re.findall(r"use (\d+) bytes", str(error.value))
+    (completion,) = LLM(tiny("llama"), **settings, kv_bytes=int(enough)).generate([IDS], OUTPUTS)
+    assert len(completion.token_ids) == 37
 
 
 @pytest.mark.parametrize(

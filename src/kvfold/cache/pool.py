@@ -353,6 +353,16 @@ class Pool:
         return 0 if self.window is None else self.window.num_bytes
 
     @property
+    def kv_bytes(self) -> int:
+        """Bytes of pages and windows, as the setting `kv_bytes` counts them."""
+        return self.num_bytes + self.window_bytes
+
+    def kv_bytes_for(self, tokens: int) -> int:
+        """The `kv_bytes` that hold one sequence of `tokens` tokens beside the windows of all
+        slots."""
+        return self.layout.pages_for(1, tokens) + self.window_bytes
+
+    @property
     def _num_taken(self) -> Ints:
         """Pages [C] that are not free."""
         slabs = self._slabs

@@ -54,9 +54,9 @@ class PagedSession(Session):
     def _extend(self, count: int) -> None:
         pool, slots = self.runner.pool, [self.sequence.open_slot]
         if not pool.make_room_to_extend(slots, [count]):
-            enough = pool.layout.bytes_for(1, pool.max_tokens)
+            enough = pool.kv_bytes_for(pool.max_tokens)
             raise SettingError(
-                f"`kv_bytes`: a pool of {pool.num_bytes} bytes has no room for "
+                f"`kv_bytes`: a pool of {pool.kv_bytes} bytes has no room for "
                 f"{self.sequence.num_computed + count} tokens; uncompressed it holds "
                 f"{pool.capacity()}: {enough} bytes would do, or shorter contexts"
             )

@@ -305,12 +305,16 @@ class CacheLayout:
         return sum(group.layout.page_bytes for group in self.groups)
 
     def bytes_for(self, num_slots: int, max_tokens: int) -> int:
-        """Bytes of a pool that holds `num_slots` sequences of `max_tokens` tokens, with a margin
-        for slabs, and for one sequence whose rows are being demoted to the low rank."""
+        """Bytes of a pool that holds `num_slots` sequences of `max_tokens` tokens, with the windows
+        of these and of the padding slot."""
+        return self.pages_for(num_slots, max_tokens) + self.window_bytes * (num_slots + 1)
+
+    def pages_for(self, num_slots: int, max_tokens: int) -> int:
+        """Bytes of pages for `num_slots` sequences of `max_tokens` tokens, with a margin for slabs,
+        and for one sequence whose rows are being demoted to the low rank."""
         pages = -(-max_tokens // self.page)
         slot = self.page_bytes * pages + self.residual_bytes
-        size = int((slot * num_slots + self.spare_page_bytes * pages) * 1.05) + 2**20
-        return size + self.window_bytes * num_slots
+        return int((slot * num_slots + self.spare_page_bytes * pages) * 1.05) + 2**20
 
     @cached_property
     def spare_page_bytes(self) -> int:

@@ -166,7 +166,7 @@ class Packer:
         try:
             self.pool.extend([slot], [count])
         except PoolFull:
-            enough = self.pool.layout.bytes_for(1, size + count)
+            enough = self.pool.kv_bytes_for(size + count)
             raise SettingError(
                 f"`kv_bytes`: a pool of {self.pool.num_bytes} bytes has no room for a context of "
                 f"{size} tokens in addition to running requests; {enough} bytes suffice"

@@ -102,9 +102,9 @@ class Scheduler:
         needed = prompt + (request.sampling.max_new_tokens > 1)
         if not self.prefix_cache.fits_empty_pool(request, needed):
             raise SettingError(
-                f"`kv_bytes`: a pool of {pool.num_bytes} bytes holds {pool.capacity(self.chunk)} "
+                f"`kv_bytes`: a pool of {pool.kv_bytes} bytes holds {pool.capacity(self.chunk)} "
                 f"tokens of a sequence, and this request starts with {needed}: use "
-                f"{pool.layout.bytes_for(1, needed)} bytes, or shorten the prompt"
+                f"{pool.kv_bytes_for(needed)} bytes, or shorten the prompt"
             )
 
     def add(self, request: Request) -> None:
