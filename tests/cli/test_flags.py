@@ -203,7 +203,7 @@ def test_help_of_settings_lists_those_without_a_flag(capsys) -> None:
         ("pages=4", "has no setting 'pages'; did you mean page?"),
         ("page", "--set page needs a value, as in --set page=VALUE"),
         ("repair=perhaps", "--set repair is true or false; got 'perhaps'"),
-        ("page=x", 'Invalid value for --set page: unable to convert "x" into int.'),
+        ("page=x", "Invalid value for --set page: must be a whole number, got x"),
         ("", "--set takes NAME=VALUE"),
     ],
 )

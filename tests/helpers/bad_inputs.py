@@ -38,7 +38,22 @@ COMMANDS = {
         " maps, which loads the model that they were made for too. For example: kvfold eval"
         " reference:gqa"
     ),
-    "kvfold eval reference:gqa --bits": 'Command "eval" parameter --bits requires an argument.',
+    "kvfold eval reference:gqa --bits": "--bits needs a value, as in --bits VALUE",
+    "kvfold advise reference:gqa --gpu -24GB": (
+        "--gpu needs a value, as in --gpu VALUE, and '-24GB' begins as a flag does: write"
+        " --gpu=-24GB if it is the value"
+    ),
+    "kvfold advise reference:gqa --gpu=-24GB": (
+        "--gpu must be one of t4, l4, a10g, rtx-4090, a100-40, l40s, a100-80, h100, h200, b200, or"
+        " a size such as 24GB or 22.5GiB; got '-24GB'"
+    ),
+    "kvfold eval reference:gqa --bits 4 --bits 8": (
+        "--bits is given more than once, and takes one value: leave out all but one; got 8 last"
+    ),
+    "kvfold eval reference:gqa --bits 4 --set window=128 --set window=64": (
+        "--set window is given more than once, and takes one value: leave out all but one; got 64"
+        " last"
+    ),
     "kvfold eval reference:xyz": (
         "unknown reference model 'xyz'; reference models: reference:gqa, reference:mha, "
         "reference:smollm2, reference:qwen2.5-coder-1.5b"
@@ -233,7 +248,7 @@ SIZES = {
         "--set keep must be in (0, 1], got nan; it is the share of the cache to keep"
     ),
     "kvfold compress reference:gqa --set keep=half --output new": (
-        'Invalid value for --set keep: unable to convert "half" into float.'
+        "Invalid value for --set keep: must be a number, got half"
     ),
     "kvfold compress reference:gqa --factor 0.5 --output new": (
         "--factor must be at least 1 and below 1000, got 0.5"
@@ -561,9 +576,7 @@ FILES = {
     "kvfold compress reference:gqa --output ''": (
         "cannot write .: it is the folder you are in; name one in it"
     ),
-    "kvfold eval reference:gqa --text": (
-        'Command "eval" parameter --text requires at least 1 element. Got 0.'
-    ),
+    "kvfold eval reference:gqa --text": ("--text needs a value, as in --text VALUE"),
     "kvfold eval reference:gqa --tasks surrogate.jsonl": (
         "task surrogate.jsonl line 1: holds half a character, a surrogate without the other; "
         + EXAMPLES
@@ -715,7 +728,7 @@ CACHE = {
     "kvfold eval reference:gqa --set page=0": "--set page must be at least 1 row, got 0",
     "kvfold eval reference:gqa --set kv-bytes=-3": "--set kv-bytes must be at least 1, got -3",
     "kvfold eval reference:gqa --set kv-bytes=1GB": (
-        'Invalid value for --set kv-bytes: unable to convert "1GB" into int.'
+        "Invalid value for --set kv-bytes: must be a whole number, got 1GB"
     ),
     "kvfold eval reference:gqa --set sub-group=4 --bits 4": (
         "--set sub-group must be at least 8 numbers, got 4"

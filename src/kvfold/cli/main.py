@@ -1,6 +1,7 @@
 """The command line `kvfold`: its commands, and how errors and interrupts end them."""
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -14,6 +15,7 @@ from cyclopts import (
     CycloptsError,
     MissingArgumentError,
     Parameter,
+    RepeatArgumentError,
     UnusedCliTokensError,
 )
 
@@ -202,6 +204,11 @@ def in_words(error: Exception) -> str:
         return f"unexpected {words}: an option takes one value, quoted if it has spaces; see --help"
     if isinstance(error, MissingArgumentError):
         return missing(error)
+    if isinstance(error, RepeatArgumentError):
+        name, last = error.token.keyword, error.token.value
+        return f"{name} is given more than once, and takes one value: leave out all but one" + (
+            f"; got {last} last" if last else ""
+        )
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error)
@@ -210,11 +217,25 @@ def in_words(error: Exception) -> str:
 def missing(error: MissingArgumentError) -> str:
     """What a required argument takes, with an example of its command."""
     command, argument = " ".join(error.command_chain or ()), error.argument
+    if error.keyword is not None:
+        return without_value(error.keyword, error.root_input_tokens or [])
     if argument is None or not argument.required or command not in EXAMPLES:
         return str(error)
     what = (argument.parameter.help or "").partition(". ")[0].removesuffix(".")
     takes = f"{what}. For" if what else "For"
     return f"kvfold {command} needs {argument.name}. {takes} example: kvfold {EXAMPLES[command]}"
+
+
+def without_value(name: str, words: Sequence[str]) -> str:
+    """What to write for a flag whose value is missing, or begins with a dash. words: of the command
+    line."""
+    text = f"{name} needs a value, as in {name} VALUE"
+    after = words[words.index(name) + 1 :] if name in words else []
+    if after and re.match(r"-[^-]", after[0]):
+        text += (
+            f", and {after[0]!r} begins as a flag does: write {name}={after[0]} if it is the value"
+        )
+    return text
 
 
 def out_of_memory(error: RuntimeError) -> bool:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args
 
-from cyclopts import Parameter, Token, convert
+from cyclopts import CoercionError, Parameter, Token, convert
 
 from kvfold.config import (
     ALL_LEVELS,
@@ -99,14 +99,21 @@ def flags_of(config: type) -> Callable[[type[T]], type[T]]:
 
 
 def converted(kind: Any, tokens: Sequence[Token]) -> Any:
-    """The value of one flag, as cyclopts converts it. Raises ValueError for a fraction where a
-    whole number is expected, which cyclopts would round, and for numbers of more than 64 bits."""
+    """The value of one flag, as cyclopts converts it. Raises ValueError for what is no number where
+    one is expected, for a fraction where a whole number is, which cyclopts would round, and for
+    numbers of more than 64 bits."""
     whole = kind is int or int in get_args(kind)
     if whole:
         for token in tokens:
             if "." in token.value:
                 raise ValueError(f"must be a whole number, got {token.value}")
-    value = convert(kind, tokens)
+    try:
+        value = convert(kind, tokens)
+    except CoercionError as error:
+        if error.target_type not in (int, float) or error.token is None:
+            raise
+        wanted = "a whole number" if error.target_type is int else "a number"
+        raise ValueError(f"must be {wanted}, got {error.token.value or 'nothing'}") from None
     if whole and isinstance(value, int) and abs(value) >= MOST:
         raise ValueError(f"must be below {MOST:g}, got {value}")
     return value
