@@ -157,4 +157,6 @@ def test_the_command_says_whose_figures_they_are(capsys, tmp_path: Path) -> None
     check_parses(json.loads(path.read_text())["commands"])
     assert "--gpu-memory-utilization 0.5" in capsys.readouterr().out
     assert main([*call, "--gpu", "1GB"]) == 0
-    assert "the weights leave no room" in capsys.readouterr().out
+    (last,) = capsys.readouterr().out.split("\n\n")[-1:]
+    no_room = "The weights and the work space leave no room: take a larger --gpu."
+    assert " ".join(last.split()) == no_room

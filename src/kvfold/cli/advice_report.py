@@ -237,8 +237,10 @@ class Report:
         within = "" if self.limit is None else f" within a loss of {self.limit:g} %"
         best = max(self.options, key=lambda x: x.room.requests)
         if not best.room.requests:
-            what = "not one request fits" if best.memory.pool else "the weights leave no room"
-            yield f"With every setting {what}: take a larger --gpu, or lower --context."
+            if best.memory.pool:
+                yield "No setting holds even one request: take a larger --gpu, or lower --context."
+            else:
+                yield "The weights and the work space leave no room: take a larger --gpu."
             return
         if chosen is None or chosen.room.requests < wanted:
             yield (
