@@ -29,7 +29,8 @@ def flash_attn_varlen_func(
         seen = seen & (token >= query - window_size[0])
     scores = scores.masked_fill(~seen, float("-inf"))
     result = torch.einsum("hts,shd->thd", scores.softmax(-1), v).to(q.dtype)
-    if return_softmax_lse:
-        sums = scores.logsumexp(-1)
-        return result, sums.masked_fill(~seen.any(-1), float("inf"))  # as some versions do
-    return result if out is None else out.copy_(result)
+    result = result if out is None else out.copy_(result)
+    if not return_softmax_lse:
+        return result
+    sums = scores.logsumexp(-1)
+    return result, sums.masked_fill(~seen.any(-1), float("inf"))  # as some versions do

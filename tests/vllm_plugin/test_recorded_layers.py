@@ -2,6 +2,7 @@
 
 import ctypes
 import logging
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -9,15 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from flash_attention import flash_attn_varlen_func
+from kvfold.attention.window import ExactTokens
 from kvfold.hub.checkpoint import spec_of
 from kvfold.layout import Geometry
-from kvfold.layout.pages import cache_layout
+from kvfold.layout.pages import cache_layout, with_window
 from kvfold.maps.engine_model import LayerProjections, served_layer
 from kvfold.maps.layer_maps import Maps
 from kvfold.maps.plain import full_spec
 from kvfold.models.families import family_of
-from kvfold.ops.common.recording import Recording, Weights, launch_cuda
+from kvfold.ops.common.recording import Recording, Weights, copy, launch_cuda
+from kvfold.vllm_plugin import flash
 from kvfold.vllm_plugin.blocks import BlockAttention, BlockStep, BlockView
+from kvfold.vllm_plugin.flash_window import FlashChunk
 from kvfold.vllm_plugin.trial import check_attention
 from steps import DEVICE, backends, even, folded
 
@@ -45,15 +50,18 @@ def folded_layers(recipe: str):
     return spec_of(model), [x.description for x in family_of(model.config).attentions(model)]
 
 
-def mapped_layers(window: int | None = None, sinks: bool = False, softcap: float | None = None):
+def mapped_layers(
+    window: int | None = None, sinks: bool = False, softcap: float | None = None,
+    number: int = LAYERS,
+):  # fmt: skip
     """Layers with random maps."""
     geometry = Geometry(
-        hidden_size=64, num_query_heads=4, num_kv_heads=2, head_dim=16, num_layers=LAYERS,
+        hidden_size=64, num_query_heads=4, num_kv_heads=2, head_dim=16, num_layers=number,
         rope=True, key_norm=False, scaling=0.25, softcap=softcap,
     )  # fmt: skip
-    spec = full_spec(geometry, LAYERS)
+    spec = full_spec(geometry, number)
     layers = []
-    for i in range(LAYERS):
+    for i in range(number):
         make = torch.Generator().manual_seed(i)
 
         def random(*shape: int, make=make) -> Tensor:
@@ -71,28 +79,39 @@ def mapped_layers(window: int | None = None, sinks: bool = False, softcap: float
 
 
 class Blocks:
-    """Layers over blocks in one buffer: block after block, in each all layers."""
+    """Layers over blocks in one buffer: block after block, in each all layers. window: of exact
+    tokens, which are in other blocks of the buffer."""
 
-    def __init__(self, spec, layers, bits: int | None) -> None:
+    def __init__(self, spec, layers, bits: int | None, window: int = 0) -> None:
         self.projections = [x if isinstance(x, LayerProjections) else None for x in layers]
         layers = [x.layer if isinstance(x, LayerProjections) else x for x in layers]
         self.layers = layers
         self.layout = cache_layout(spec, page=BLOCK, itemsize=DTYPE.itemsize, bits=bits)
-        groups = self.layout.groups_of_layer
-        self.sizes = [sum(x.layout.page_bytes for x in groups(i)) for i in range(len(layers))]
+        if window:
+            self.layout = with_window(self.layout, window, DTYPE.itemsize, BLOCK)
+        self.sizes, *exact_sizes = (
+            [sum(y.layout.page_bytes for y in x.groups_of_layer(i)) for i in range(len(layers))]
+            for x in (self.layout, self.layout.exact)
+            if x is not None
+        )
+        self.exact_sizes = exact_sizes[0] if exact_sizes else []
         view = BlockView(self.layout, DTYPE, torch.device(DEVICE), 96)
         self.attention = BlockAttention(layers, view)
 
     def run(self, requests) -> tuple[list[Tensor], Tensor]:
         """The outputs of all layers in a step, and the buffer after it."""
-        buffer = torch.zeros(32, sum(self.sizes), dtype=torch.uint8, device=DEVICE)
-        caches = [x.view(32, 1, BLOCK, -1) for x in buffer.split(self.sizes, 1)]
+        most = max(sum(self.sizes), sum(self.exact_sizes))
+        buffer = torch.zeros(64, most, dtype=torch.uint8, device=DEVICE)
+        caches, exact_caches = (
+            [x.view(64, 1, BLOCK, -1) for x in buffer[:, : sum(sizes)].split(sizes, 1)]
+            for sizes in (self.sizes, self.exact_sizes)
+        )
         before = [(0, stored) for stored, _ in requests if stored]
         if before:  # another step stores what comes before this one
-            self._step(before, caches, seed=1)
-        return self._step(requests, caches, seed=2), buffer
+            self._step(before, caches, exact_caches, seed=1)
+        return self._step(requests, caches, exact_caches, seed=2), buffer
 
-    def _step(self, requests, caches, seed: int) -> list[Tensor]:
+    def _step(self, requests, caches, exact_caches, seed: int) -> list[Tensor]:
         make = torch.Generator().manual_seed(seed)
         tables = (torch.arange(len(requests) * 6).view(-1, 6) + 1).int()
         slots, starts, decodes = [], [0], 0
@@ -108,13 +127,18 @@ class Blocks:
             slots=torch.cat(slots).to(DEVICE),
             num_decodes=decodes, starts=starts, max_lengths=lengths,
         )  # fmt: skip
+        if exact_caches:  # behind the blocks of entries
+            more = tables.numel()
+            exact = replace(step, tables=step.tables + more, slots=step.slots + more * BLOCK)
+            step = replace(step, exact=exact)
         context, outputs = self.attention.begin(step), []
         n = starts[-1]
 
         def random(*shape: int) -> Tensor:
             return torch.randn(shape, generator=make).to(DEVICE, DTYPE)
 
-        for layer, projections, cache in zip(self.layers, self.projections, caches, strict=True):
+        for i, layer in enumerate(self.layers):
+            projections, cache = self.projections[i], caches[i]
             heads, kv_heads, head_dim = layer.geometry.num_query_heads, 2, layer.geometry.head_dim
             out = torch.full((n, layer.output_width), torch.nan, dtype=DTYPE, device=DEVICE)
             if projections is None:
@@ -123,6 +147,7 @@ class Blocks:
             else:
                 both = random(n, heads + 2 * kv_heads, head_dim)  # one tensor, as vLLM has
                 inputs = both.split((heads, kv_heads, kv_heads), 1)
+                exact = ExactTokens(*(x.transpose(0, 1) for x in inputs))
                 context.project_and_attend(
                     layer,
                     cache,
@@ -130,6 +155,7 @@ class Blocks:
                     [*inputs],
                     projections.weights,
                     out,
+                    *((exact, exact_caches[i]) if exact_caches else ()),
                 )
             outputs.append(out)
         return outputs
@@ -198,6 +224,43 @@ def test_layers_with_limits_and_sinks(kind, replays, backend) -> None:
     check(Blocks(*mapped_layers(**kind), 8), STEPS["mixed"], replays)
 
 
+@pytest.mark.parametrize(
+    ("requests", "sinks"),
+    [("mixed", True), pytest.param("decodes", False, marks=pytest.mark.slow)],
+)
+def test_layers_with_an_exact_window(
+    requests: str, sinks: bool, replays, backend, monkeypatch
+) -> None:
+    """Of the first layer blocks of both kinds begin at the same byte, of the others they do not."""
+    backend("auto" if DEVICE == "cuda" else "triton")
+    if DEVICE == "cpu":
+        monkeypatch.setattr(flash, "_function", lambda: flash_attn_varlen_func)
+    elif reason := flash.why_not():
+        pytest.skip(reason)
+    monkeypatch.setattr(FlashChunk, "serves", lambda *_: True)
+    blocks = Blocks(*mapped_layers(sinks=sinks, number=4), 4, window=9)
+    assert len(set(blocks.attention.kinds.values())) == 1
+    with torch.inference_mode():
+        got, got_bytes = blocks.run(STEPS[requests])
+        assert replays == [False, True, True] * 2, "of two steps"
+        blocks.attention.kinds = {}
+        want, want_bytes = blocks.run(STEPS[requests])
+    for layer, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert a.isfinite().all()
+        assert torch.equal(a, b), f"layer {layer}"
+    assert torch.equal(got_bytes, want_bytes)
+
+
+def test_chunks_are_not_repeated_without_flash_attention(replays, backend) -> None:
+    backend("triton")
+    blocks = Blocks(*mapped_layers(number=4), 4, window=9)
+    with torch.inference_mode():
+        blocks.run(STEPS["chunks"])
+        assert not replays
+        blocks.run(STEPS["decodes"])
+    assert replays == [False, True, True]
+
+
 def test_another_shape_is_not_replayed() -> None:
     a, b = torch.zeros(4, 8), torch.zeros(4, 8)
     with Recording([a], Weights([a])) as recording:
@@ -215,6 +278,20 @@ def test_inputs_in_one_memory_move_together() -> None:
         pass
     assert recording.replay([other[:4], other[4:]], Weights([]))
     assert not recording.replay([other[:4], both[4:]], Weights([]))
+
+
+def test_inputs_that_move_apart_are_known_by_their_first_bytes() -> None:
+    """Unless both begin there, and then they must move alike."""
+    memory, other = torch.zeros(8, 8), torch.zeros(8, 8)
+    for first, second, is_apart in ((memory[:4], memory[4:], True), (memory, memory[:4], False)):
+        with Recording([first, second], Weights([]), apart=range(2)) as recording:
+            copy(first[:], second.new_ones(first.shape))
+            copy(second[:], second.new_full(second.shape, 2))
+        assert recording.replay([other[1:], other[4:]], Weights([])) is False, "another shape"
+        moved = [other[2 : 2 + len(first)], other[-len(second) :]]
+        other.zero_()
+        assert recording.replay(moved, Weights([])) is is_apart
+        assert other.sum(1).tolist() == ([0, 0, 8, 8, 16, 16, 16, 16] if is_apart else [0] * 8)
 
 
 def test_a_cuda_kernel_gets_the_pointers_of_another_layer(monkeypatch) -> None:

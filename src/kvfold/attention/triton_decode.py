@@ -19,6 +19,7 @@ from kvfold.attention.metadata import AttentionMetadata, CacheView
 from kvfold.attention.observer import Observer
 from kvfold.layout.pages import Group
 from kvfold.ops import decode, latent_decode, observe
+from kvfold.ops.common.recording import contiguous
 from kvfold.ops.decode import Limits
 from kvfold.ops.latent_decode import KeyMaps
 
@@ -114,7 +115,7 @@ class TritonDecode(AttentionBackend):
         return layer.merge_heads(out[:, :, None], into=into)
 
     def weigh(self, layer: LayerAttention, part: AttentionMetadata, q: Tensor) -> Weighed:
-        out, lse = self._decode(layer, part, q[:, :, 0].contiguous())
+        out, lse = self._decode(layer, part, contiguous(q[:, :, 0]))
         return out[:, :, None], lse[..., None]
 
     def _decode(

@@ -25,6 +25,7 @@ from kvfold.cache.window import WindowPages, entries_of
 from kvfold.layout.pages import CacheLayout
 from kvfold.ops import store
 from kvfold.ops.common.pages import LayerPages, owner_of
+from kvfold.ops.common.recording import compute, copy
 from kvfold.ops.merge import merged
 from kvfold.ops.prefill import KVView, Seen, prefill
 from kvfold.ops.prefill.plan import LAST, NEVER
@@ -137,14 +138,16 @@ def weigh_older(
     else:
         assert chunk is not None, "a prefill's queries see different entries"
         out, lse, mapped = chunk.weigh_older(layer, q, view)
-    heads = layer.merge_heads(out.to(q.dtype), mapped)
+    if out.dtype is not q.dtype:
+        out = copy(torch.empty_like(out, dtype=q.dtype), out)
+    heads = layer.merge_heads(out, mapped)
     return heads.unflatten(2, (out.shape[1], -1)).transpose(1, 2), lse
 
 
-def attended(layer: LayerAttention, recent: Weighed, older: Weighed, dtype: torch.dtype) -> Tensor:
-    """The input of W_O [B, T, W], from attention to recent and to older tokens."""
+def attended(layer: LayerAttention, recent: Weighed, older: Weighed) -> Tensor:
+    """Attention to recent and to older tokens, by head [B, T, Hq, dv]."""
     out, _ = layer.with_sinks(*merged(*recent, *older))
-    return out.to(dtype).transpose(1, 2).flatten(2)
+    return out.transpose(1, 2)
 
 
 class WindowStep:
@@ -195,7 +198,7 @@ class WindowStep:
         assert self.current is not None, "the layer's exact tokens come first"
         exact_q = part.slice_of(self.current.queries[None])
         recent, older = self._recent(layer, part, exact_q), self._older(layer, part, q)
-        return attended(layer, recent, older, q.dtype)
+        return attended(layer, recent, older).to(q.dtype).flatten(2)
 
     def _recent(self, layer: LayerAttention, part: AttentionMetadata, q: Tensor) -> Weighed:
         """Attention of q [B, Hq, T, d] to the window: [B, Hq, T, dv]."""
@@ -277,7 +280,7 @@ class Chunk:
         """Entries [B, size + T, R] as `index` counts them; arguments as in `entries`."""
         counts = slots.new_full((len(slots), len(pages.groups)), self.size)
         held = store.gather(pages, slots, counts, dtype, self.size).rows
-        return torch.cat((held, self.part.slice_of(packed[None, None])[:, 0]), 1)
+        return compute(_joined, held, self.part.slice_of(packed[None, None])[:, 0])
 
     def weigh(self, plain: LayerAttention, q: Tensor, entries: Tensor) -> Weighed:
         """Attention of q [B, Hq, T, d] to `entries`: [B, Hq, T, dv]."""
@@ -304,6 +307,11 @@ class Chunk:
     ) -> Weighed:
         """Attention of q [B, Hq, T, dk] to compressed entries."""
         return prefill(q, keys, values, visible, scale)
+
+
+def _joined(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """[B, s + t, R] of [B, s, R] and [B, t, R]."""
+    return torch.cat((a, b), 1, out=out)
 
 
 def exact_views(plain: LayerAttention, entries: Tensor) -> tuple[KVView, KVView]:

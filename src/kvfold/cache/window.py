@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvfold.layout.pages import UNIT, CacheLayout
 from kvfold.ops.common.pages import LayerPages
+from kvfold.ops.common.recording import copy
 
 
 class WindowPages:
@@ -46,4 +47,9 @@ class WindowPages:
 
 def entries_of(keys: Tensor, values: Tensor) -> Tensor:
     """Entries [M, R] of the keys [Hk, M, d] and values [Hk, M, dv] of M tokens."""
-    return torch.cat([x.transpose(0, 1).flatten(1) for x in (keys, values)], 1)
+    parts = keys.transpose(0, 1), values.transpose(0, 1)
+    widths = [x[0].numel() for x in parts]
+    entries = keys.new_empty(keys.shape[1], sum(widths))
+    for column, part in zip(entries.split(widths, 1), parts, strict=True):
+        copy(column.view(part.shape), part)
+    return entries

@@ -99,15 +99,12 @@ class MappedImpl(CachedImpl):
         if not self.reads_only:
             key, value = key[:tokens], value[:tokens]
         query, out = query[:tokens], output[:tokens].view(tokens, -1)
+        exact = exact_cache = None
         if attn_metadata.exact is not None:
-            caches = self.model_cache.blocks_of_layer(
+            kv_cache, exact_cache = self.model_cache.blocks_of_layer(
                 kv_cache, attn_metadata.exact.cache, self.index, context.view.layout.page
             )
-            q, entries = self.score_space(query, key, value, positions)
-            assert entries is not None, "with a window each layer stores its own"
             exact = self.exact_tokens(query, key, value)
-            context.attend_in_window(self.maps, caches, q, entries, exact, out)
-            return output
         context.project_and_attend(
             self.maps,
             kv_cache,
@@ -115,6 +112,8 @@ class MappedImpl(CachedImpl):
             [query] if self.reads_only else [query, key, value],
             self.projections.weights if self.heads is None else None,  # no gathering is recorded
             out,
+            exact,
+            exact_cache,
         )
         return output
 

@@ -64,6 +64,17 @@ class BlockWindow:
         serves = FlashChunk.serves(plain, self.exact_view)
         self.chunk_kind: type[Chunk] = FlashChunk if serves else Chunk
 
+    def replays(self, layer: LayerAttention) -> bool:
+        """Whether all that a layer launches can be recorded, if `replays_chunks` or there are
+        none."""
+        return layer.output_maps is not None and self.recent.kinds[layer.index].replays(
+            self.layers[layer.index]
+        )
+
+    @property
+    def replays_chunks(self) -> bool:
+        return self.chunk_kind is FlashChunk
+
 
 def exact_layer(layer: LayerAttention, layout: CacheLayout) -> LayerAttention:
     """The description of a layer for its exact tokens, in a layout with a window. The first block
@@ -111,9 +122,9 @@ class BlockWindowStep:
         layer: LayerAttention,
         location: "BlockLocation",
         exact_location: "BlockLocation",
+        exact: ExactTokens,
         q: Tensor,
         entries: Tensor,
-        exact: ExactTokens,
         out: Tensor,
     ) -> None:
         """Store a layer's entries and exact tokens, and attend, into out [M, W].
@@ -131,13 +142,13 @@ class BlockWindowStep:
         for part in self.parts:
             metadata = part.part
             part_out = out[metadata.first_token : metadata.first_token + metadata.positions.numel()]
-            part_out = part_out.view(*metadata.positions.shape, -1)
             queries = metadata.slice_of(exact.queries[None])
             recent = part.weigh(layer, exact_location, queries, exact_entries)
             packed = metadata.slice_of(q[None])
             decoder = self.older_decoders.get(layer.index)
             older = weigh_older(layer, metadata, packed, self.older, decoder, part.chunk)
-            copy(part_out, attended(layer, recent, older, out.dtype))
+            outputs = attended(layer, recent, older)
+            copy(part_out.view(outputs.shape), outputs)
 
     def _store(self, layer: LayerAttention, location: "BlockLocation", entries: Tensor) -> None:
         groups = self.window.layout.groups_of_layer(layer.index)

@@ -13,7 +13,7 @@ numbers of a cache entry, Hq query heads, W numbers of the output projection's i
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -113,7 +113,7 @@ class BlockAttention:
         self.decode = Backends(view, layers)
         self.prefill = Backends(view, layers, PREFILL, decode=False)
         self.window = BlockWindow(layers, view, self.decode) if has_window else None
-        self.kinds = {} if has_window else self._kinds()
+        self.kinds = self._kinds()
 
     def _kinds(self) -> dict[int, int]:
         """Numbers of layers, equal for those whose attention launches the same kernels. Left out
@@ -123,7 +123,10 @@ class BlockAttention:
             groups = self.view.layout.groups_of_layer(i)
             backends = self.decode.kinds[i], self.prefill.kinds[i]
             stored = store.STORE.which(self.view.device.type, groups)
-            if stored == "triton" and all(backend.replays(layer) for backend in backends):
+            replays = [x.replays(layer) for x in backends]
+            if self.window is not None:
+                replays.append(self.window.replays(layer))
+            if stored == "triton" and all(replays):
                 pages = tuple((group.heads, group.layout) for group in groups)
                 shape = layer.spec, layer.geometry, layer.window, layer.has_sinks, id(layer.rope)
                 kinds[i] = (pages, *shape, *backends)
@@ -291,13 +294,15 @@ class BlockContext:
         self.zeros = torch.zeros_like(self.slots)
         self.parts = self._parts()
         lengths = step.max_lengths or ()  # unknown while a graph is captured, without prompts
-        self.repeats = sum(lengths[step.num_decodes :]) <= MAX_PROMPT_TOKENS
+        prompts = lengths[step.num_decodes :]
+        self.repeats = sum(prompts) <= MAX_PROMPT_TOKENS
         self.recordings: dict[Hashable, Recording] = {}
         self.tables: dict[tuple[int, ...], Tensor] = {}
         self.indices: dict[int, tuple[Tensor, Tensor]] = {}  # by number of groups
         self.window = None
         if attention.window is not None:
             self.window = BlockWindowStep(attention.window, self)
+            self.repeats &= attention.window.replays_chunks or not prompts
         else:
             self.decode = attention.decode.begin(self.view)
             self.prefill = attention.prefill.begin(self.view)
@@ -330,10 +335,10 @@ class BlockContext:
     ) -> None:
         """Like `attend`, with exact tokens. caches: the layer's blocks of entries and of exact
         tokens."""
-        assert self.window is not None, "the layout has a window"
-        location = self.attention.location(layer.index, caches[0])
-        exact_location = self.attention.location(layer.index, caches[1], exact=True)
-        self.window.attend(layer, location, exact_location, q, entries, exact, out)
+        self.project_and_attend(
+            layer, caches[0], lambda: (q, entries), [q, entries], layer.weights, out,
+            exact, caches[1],
+        )  # fmt: skip
 
     def project_and_attend(
         self,
@@ -343,24 +348,36 @@ class BlockContext:
         inputs: Sequence[Tensor],
         weights: Weights | None,
         out: Tensor,
+        exact: ExactTokens | None = None,
+        exact_cache: Tensor | None = None,
     ) -> None:
         """Like `attend`, with the q and entries that `project` returns.
 
         inputs, weights: all tensors that `project` and attention read. What is computed from them
             is recorded (`ops.common.recording`) and repeated for other layers, unless weights is
             None.
+        exact, exact_cache: of a layer with a window, its exact tokens and blocks of them.
         """
         kind = self.attention.kinds.get(layer.index)
         location = self.attention.location(layer.index, cache)
+        attend = partial(self._attend, layer, location)
+        inputs, arenas = [*inputs, out], [location.arena]
+        if exact is not None:
+            assert self.window is not None and exact_cache is not None, "the layout has a window"
+            exact_location = self.attention.location(layer.index, exact_cache, exact=True)
+            attend = partial(self.window.attend, layer, location, exact_location, exact)
+            inputs += [exact.queries, exact.keys, exact.values]
+            arenas.append(exact_location.arena)
         if kind is None or weights is None or not self.repeats:
-            self._attend(layer, location, *project(), out)
+            attend(*project(), out)
             return
-        inputs = [*inputs, location.arena, out]
+        apart = range(len(inputs), len(inputs) + len(arenas))
+        inputs += arenas
         key = kind, location.blocks, location.stride, len(inputs)
         known = self.recordings.get(key)
         if known is None or not known.replay(inputs, weights):
-            with Recording(inputs, weights) as self.recordings[key]:
-                self._attend(layer, location, *project(), out)
+            with Recording(inputs, weights, apart) as self.recordings[key]:
+                attend(*project(), out)
 
     def _attend(
         self,

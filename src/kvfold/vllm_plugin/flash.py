@@ -80,17 +80,21 @@ def attended(
 
 def weigh(
     q: Tensor, keys: KVView, values: KVView, width: int, lengths: Tensor, scale: float,
-    window: int | None = None,
+    window: int | None = None, sees_none: Tensor | None = None,
 ) -> Weighed:  # fmt: skip
     """The attention output [1, Hq, T, dv] of q [1, Hq, T, dk] and the log2-sum-exp2 of its scores,
-    fp32 [1, Hq, T]. Not for what is recorded.
+    fp32 [1, Hq, T].
 
-    lengths: int32 [1], tokens that the last query sees; each query before it sees one less. Those
-        that see none get numbers without a meaning.
+    lengths: int32 [1], tokens that the last query sees; each query before it sees one less.
+    sees_none: bool [T], queries that see none, if there are any: they get -inf, and an output
+        without a meaning.
     """
-    parts = _queries(q, width), _spread(keys, width), _spread(values, width)
-    out, lse = _flash_and_sums(*parts, lengths, (scale, window, None))
-    return out[None, ..., : values.ranks[0]].transpose(1, 2), (lse * LOG2_E)[None]
+    queries = _queries(q, width)
+    sums = q.new_empty(q.shape[1:3], dtype=torch.float32)
+    settings = scale, window, None
+    parts = queries, _spread(keys, width), _spread(values, width), lengths
+    out = compute(_flash_and_sums, *parts, settings, sees_none, sums)
+    return out[None, ..., : values.ranks[0]].transpose(1, 2), sums[None]
 
 
 def _queries(q: Tensor, width: int) -> Tensor:
@@ -117,13 +121,19 @@ def _flash(
 
 
 def _flash_and_sums(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, settings: Settings
-) -> tuple[Tensor, Tensor]:
-    """Like `_flash`, and the log-sum-exp of the scores, fp32 [Hq, T]."""
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, settings: Settings,
+    sees_none: Tensor | None, sums: Tensor, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Like `_flash`, and writes to sums fp32 [Hq, T], as in `weigh`."""
     if compiling_ahead() is not None:
-        return torch.zeros_like(q), q.new_zeros(q.shape[1], len(q), dtype=torch.float32)
-    out, sums = _call(q, k, v, lengths, settings, return_softmax_lse=True)
-    return out, sums
+        sums.zero_()
+        return torch.zeros_like(q)
+    result, lse = _call(q, k, v, lengths, settings, out=out, return_softmax_lse=True)
+    torch.mul(lse, LOG2_E, out=sums)
+    if sees_none is not None:
+        sums.masked_fill_(sees_none, -torch.inf)
+    output: Tensor = result
+    return output
 
 
 def _call(

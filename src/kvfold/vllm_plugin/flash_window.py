@@ -19,6 +19,7 @@ from kvfold.attention.base import LayerAttention
 from kvfold.attention.metadata import AttentionMetadata, CacheView
 from kvfold.attention.window import Chunk, exact_views
 from kvfold.ops.common.pages import LayerPages
+from kvfold.ops.common.recording import compute
 from kvfold.ops.prefill import KVView, Seen
 from kvfold.vllm_plugin import flash
 from kvfold.vllm_plugin.flash import shared_width
@@ -30,7 +31,7 @@ class FlashChunk(Chunk):
     order: int64 [1, N - 1 + T], where the exact tokens are in the pages and the chunk's entries
         behind them, in the order of positions.
     exact: int32 [1], how many of them there are.
-    sees_none: bool [1, 1, T], queries before which there are no compressed entries.
+    sees_none: bool [T], queries before which there are no compressed entries.
     """
 
     @classmethod
@@ -60,14 +61,15 @@ class FlashChunk(Chunk):
         behind = size + positions.minimum(last) - start
         self.order = torch.where(positions < start, place(positions), behind)
         self.exact = (last[:, 0] + 1 - first[:, 0]).int()
-        self.sees_none = (queries < tokens)[:, None]
+        self.sees_none = queries[0] < tokens
 
     def entries(
         self, pages: LayerPages, slots: Tensor, packed: Tensor, dtype: torch.dtype
     ) -> Tensor:
         """Exact entries [1, N - 1 + T, R] in the order of positions."""
         entries = self.stored_and_own(pages, slots, packed, dtype)
-        return entries.gather(1, self.order[..., None].expand(-1, -1, entries.shape[-1]))
+        order = self.order[..., None].expand(-1, -1, entries.shape[-1])
+        return compute(torch.gather, entries, 1, order)
 
     def weigh(self, plain: LayerAttention, q: Tensor, entries: Tensor) -> Weighed:
         width = _exact_width(plain, entries)
@@ -82,8 +84,7 @@ class FlashChunk(Chunk):
         if width is None:
             return super().attend_older(q, keys, values, visible, scale)
         lengths = visible.counts[:, 0].contiguous()
-        out, lse = flash.weigh(q, keys, values, width, lengths, scale)
-        return out, lse.masked_fill(self.sees_none, -torch.inf)
+        return flash.weigh(q, keys, values, width, lengths, scale, sees_none=self.sees_none)
 
 
 def _exact_width(plain: LayerAttention, entries: Tensor) -> int | None:

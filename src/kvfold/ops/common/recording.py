@@ -49,9 +49,13 @@ class Recording:
     """The launches of one layer; see the module. Use it as a context manager while the layer runs.
 
     inputs, weights: the tensors that differ from layer to layer.
+    apart: indices of inputs that may share memory and still move by different distances. Launches
+        get them whole, so that each is known by its first byte.
     """
 
-    def __init__(self, inputs: Sequence[Tensor], weights: Weights) -> None:
+    def __init__(
+        self, inputs: Sequence[Tensor], weights: Weights, apart: Sequence[int] = ()
+    ) -> None:
         self.weights, self.shapes = weights, [_shape(x) for x in inputs]
         self.pointers = [x.data_ptr() for x in inputs] + weights.pointers
         self.device = inputs[0].device
@@ -59,12 +63,12 @@ class Recording:
         self.used: list[Tensor] = []  # other tensors of its launches, which must stay alive
         self.storages: dict[int, int] = {}  # pointer of a storage -> first input in it
         self.together: list[tuple[int, int]] = []  # inputs in one storage
-        self.inputs = [*inputs, *weights.tensors]
+        self.inputs, self.apart = [*inputs, *weights.tensors], apart
         for i, x in enumerate(self.inputs):
             if not x.numel():
                 continue
             first = self.storages.setdefault(x.untyped_storage().data_ptr(), i)
-            if first != i:
+            if first != i and not (i in apart and first in apart):
                 self.together.append((first, i))
 
     def __enter__(self) -> "Recording":
@@ -104,8 +108,21 @@ class Recording:
                 if which is None:
                     self.used.append(value)
                 else:
-                    places.append((i, which))
+                    places.append((i, self._one_of(which, value)))
         return places
+
+    def _one_of(self, which: int, value: Tensor) -> int:
+        """The input that `value` is, if input `which` lies in the same memory."""
+        if which not in self.apart:
+            return which
+        same = [i for i in self.apart if self.pointers[i] == value.data_ptr()]
+        if len(same) != 1:  # then they must move alike
+            same = [i for i in self.apart if self._memory(i) == self._memory(which)]
+            self.together += [(same[0], i) for i in same[1:]]
+        return same[0]
+
+    def _memory(self, i: int) -> int:
+        return self.inputs[i].untyped_storage().data_ptr()
 
 
 def recording() -> Recording | None:
