@@ -114,8 +114,8 @@ def _random_maps(latent: Latent, head_dim: int, make: torch.Generator) -> Latent
     return LatentMaps(down, down.clone(), torch.zeros(wide))
 
 
-def cache_options(kind: str, maps: Path) -> dict[str, Any]:
-    """Arguments of vLLM's engine for a cache of this KIND."""
+def cache_options(kind: str, maps: Path, window: int = 0) -> dict[str, Any]:
+    """Arguments of vLLM's engine for a cache of this KIND. window: exact tokens."""
     options: dict[str, Any] = {}
     if kind.startswith("bits-"):
         options["additional_config"] = {"kvfold": {"bits": int(kind.removeprefix("bits-"))}}
@@ -125,13 +125,15 @@ def cache_options(kind: str, maps: Path) -> dict[str, Any]:
         options["block_size"] = VARIANTS[kind.removeprefix(MAPS)].page
     if kind.startswith(MAPS):
         options["additional_config"] = {"kvfold": {"maps": str(maps)}}
+    if window:
+        options["additional_config"]["kvfold"]["window"] = window
     return options
 
 
 def engine(folder: Path, given: argparse.Namespace, maps: Path) -> LLM:
     most = max(given.batch + given.users + given.together + [given.slots])
     sizes = {*given.batch, *(1 << i for i in range(most.bit_length()) if 1 << i <= most)}
-    options = cache_options(given.kind, maps)
+    options = cache_options(given.kind, maps, given.window)
     options["compilation_config"] = {"cudagraph_capture_sizes": sorted(sizes)}
     if given.apart:
         from kvfold.vllm_plugin.layer import FoldedLayer
@@ -487,6 +489,7 @@ def main() -> None:
     parser.add_argument("kind")
     parser.add_argument("--shape", default="llama-3.1-8b", choices=WIDTHS)
     parser.add_argument("--layers", type=int)
+    parser.add_argument("--window", type=int, default=0, help="exact tokens, of bits- and maps-")
     parser.add_argument("--batch", **whole, default=[1, 8, 64])
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--steps", type=int, default=32)
@@ -509,6 +512,8 @@ def main() -> None:
     parser.add_argument("--ready", type=Path, help="made when ready; goes on when it is gone")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
+    if given.window and (given.filled or not given.kind.startswith(("bits-", MAPS))):
+        parser.error("--window is for bits- and maps-, and not with --filled")
     versions = {"vllm": vllm.__version__, "torch": torch.__version__, "device": device()}
     aside = ("json", "ready", "trace")
     settings = {name: x for name, x in vars(given).items() if name not in aside}
