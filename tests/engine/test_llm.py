@@ -478,6 +478,21 @@ def test_summary_adds_up() -> None:
     assert "tokens kept" not in dict(llm_of().summary())
 
 
+@pytest.mark.parametrize(
+    ("bits", "dtype", "told"),
+    [
+        (None, torch.float32, "unquantised numbers in float32 (4 B each), "),
+        (None, torch.bfloat16, ""),
+        (4, torch.float32, ""),
+    ],
+)
+def test_summary_says_why_pages_take_more_than_16_bits(
+    bits: int | None, dtype: torch.dtype, told: str
+) -> None:
+    rows = dict(LLM(tiny("llama-gqa").to(dtype), **SMALL, bits=bits).summary())
+    assert rows["in pages"].endswith(f" B, with {told}rounding and what eviction needs")
+
+
 def test_summary_says_what_has_kernels_on_a_gpu() -> None:
     llm = llm_of(bits=3)
     assert "layers with kernels" not in dict(llm.summary())

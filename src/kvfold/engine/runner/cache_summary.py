@@ -24,7 +24,7 @@ def cache_summary(runner: ModelRunner, cache: CacheConfig) -> list[tuple[str, st
         ("a token, uncompressed", f"{full_bytes} B at 16 bits"),
         ("dimensions kept", f"{num_bytes} B ({full_bytes / max(num_bytes, 1):.2f}x smaller)"),
         ("bits", f"{stored:.0f} B ({full_bytes / stored:.2f}x smaller)"),
-        ("in pages", f"{per_token:.0f} B, with rounding and what eviction needs"),
+        ("in pages", f"{per_token:.0f} B, with {_wide(runner)}rounding and what eviction needs"),
     ]
     if layout.window:
         size = layout.window_bytes / 2**20
@@ -40,3 +40,15 @@ def cache_summary(runner: ModelRunner, cache: CacheConfig) -> list[tuple[str, st
         weighed = view.observes_decodes and view.needs_weights
         rows.append(("layers with kernels", str(kernels(layers, layout, view.dtype, weighed))))
     return rows
+
+
+def _wide(runner: ModelRunner) -> str:
+    """The dtype of numbers that are not quantised, where it has more than 16 bits."""
+    layouts = [group.layout for group in runner.pool.layout.groups]
+    size = max(
+        (x.itemsize for x in layouts if any(not part.quantized for part in x.segments)), default=0
+    )
+    if size <= 2:
+        return ""
+    dtype = str(runner.model.dtype).removeprefix("torch.")
+    return f"unquantised numbers in {dtype} ({size} B each), "
