@@ -412,8 +412,7 @@ class CacheConfig:
             )
         if self.packs_pages or self.format != "integers":
             raise SettingError(
-                f"{needs}, with one scale per token; got `format={self.format!r}`,"
-                f" `residual={self.residual}`: leave both out, or leave `when_full` out"
+                f"{needs}, with one scale per token; got {self._packing}, or leave `when_full` out"
             )
 
     def _check_window(self) -> None:
@@ -427,14 +426,20 @@ class CacheConfig:
             )
         if self.packs_pages or self.format != "integers":
             raise SettingError(
-                f"{needs}, which are packed one by one; got `format={self.format!r}`,"
-                f" `residual={self.residual}`: leave both out, or leave `window` out"
+                f"{needs}, which are packed one by one; got {self._packing}, or leave `window` out"
             )
         if self.when_full == "demote":
             raise SettingError(
                 f"{needs}, and `when_full='demote'` stores tokens in two places, too: leave one of"
                 " them out"
             )
+
+    @property
+    def _packing(self) -> str:
+        """Settings that pack tokens together, and the advice to leave them out."""
+        settings = [f"`format={self.format!r}`"] * (self.format != "integers")
+        settings += [f"`residual={self.residual}`"] * (self.residual is not None)
+        return f"{', '.join(settings)}: leave {'both' if len(settings) > 1 else 'it'} out"
 
     @property
     def packs_pages(self) -> bool:

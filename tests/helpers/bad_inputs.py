@@ -755,8 +755,15 @@ CACHE = {
     ),
     "kvfold eval reference:gqa --bits 4 --set window=32 --set residual=32": (
         "--set window=32 keeps the last tokens beside compressed ones, which are packed one by "
-        "one; got --set format integers, --set residual=32: leave both out, or leave --set window "
-        "out"
+        "one; got --set residual=32: leave it out, or leave --set window out"
+    ),
+    "kvfold eval reference:gqa --bits 2 --set window=32 --set format=kivi": (
+        "--set window=32 keeps the last tokens beside compressed ones, which are packed one by "
+        "one; got --set format kivi: leave it out, or leave --set window out"
+    ),
+    "kvfold compress reference:gqa --set window=128 --output new": (
+        "`kvfold compress` has no setting 'window': it belongs to kvfold advise, generate, serve, "
+        "eval, compare; leave it out here, and set it there; got 'window=128'"
     ),
     "kvfold generate reference:gqa --prompt hi --bits 8 --set window=32 --set when-full=demote": (
         "--set window=32 keeps the last tokens beside compressed ones, and --set when-full demote "
@@ -1002,6 +1009,10 @@ GENERATING = {
     ),
 }
 POOLS = {
+    "kvfold generate reference:gqa --prompt hi --bits 4 --set window=32 --set kv-bytes=1000": (
+        "--set window=32 takes 917504 bytes for one sequence, and the cache has 1000: raise --set "
+        "kv-bytes, or take a shorter --set window"
+    ),
     "kvfold generate reference:gqa --prompt a --set kv-bytes=1000": (
         "--set kv-bytes must be at least 458752 to hold a page of each of 14 groups (458752 B, "
         "in slabs of one page size each); got 1000: give the pool more memory, or take "

@@ -110,12 +110,17 @@ class Settings:
         hidden = {name: x for name, x in arguments if not _has_flag(command, x)}
         return cls(command, line, dict(arguments), hidden)
 
-    def flag(self, text: str) -> list[str]:
+    def flag(self, text: str, program: App) -> list[str]:
         """The flag of NAME=VALUE. NAME alone turns a switch on; a switch that is off has no flag.
-        Raises ValueError for an unknown setting."""
+        Raises ValueError for an unknown setting, and names commands of `program` that have it."""
         name, equals, value = text.partition("=")
         name = name.strip().replace("_", "-")
         if name not in self.arguments:
+            if others := commands_with(program, name):
+                raise ValueError(
+                    f"`kvfold {self.line}` has no setting {name!r}: it belongs to kvfold"
+                    f" {', '.join(others)}; leave it out here, and set it there; got {text!r}"
+                )
             near = get_close_matches(name, self.arguments, 1)
             advice = f"; did you mean {near[0]}?" if near else ""
             raise ValueError(
@@ -152,6 +157,12 @@ def settings_for(app: App, words: Sequence[str]) -> tuple[Settings | None, list[
     return Settings.of(app, " ".join(path)), rest
 
 
+def commands_with(app: App, name: str) -> list[str]:
+    """The commands of a program that have a setting of this name."""
+    commands = [x for x in app if not x.startswith("-") and app[x].default_command is not None]
+    return [x for x in commands if name in Settings.of(app[x], x).arguments]
+
+
 def expanded(app: App, words: Sequence[str]) -> tuple[App, list[str]]:
     """Replace every `--set NAME=VALUE` of a command line by its flag.
 
@@ -176,7 +187,7 @@ def expanded(app: App, words: Sequence[str]) -> tuple[App, list[str]]:
                 )
                 listing.default(function)
                 return listing, ["--help"]
-            out += settings.flag(text)
+            out += settings.flag(text, app)
             continue
         name = flag.removeprefix("--")
         if name != flag and name in settings.hidden and name not in hinted:

@@ -187,10 +187,12 @@ def _without_windows(size: int, layout: CacheLayout, config: CacheConfig, num_sl
     padding slot, take all."""
     windows = layout.window_bytes * (num_slots + 1)
     if windows and windows >= size:
+        several = num_slots > 1
+        sequences = f"{num_slots} sequences" if several else "one sequence"
+        fewer = "fewer sequences (`max_sequences`) or " * several
         raise SettingError(
-            f"`window={config.window}` takes {windows} bytes for {num_slots} sequences, and the"
-            f" cache has {size}: raise `kv_bytes`, or take fewer sequences (`max_sequences`) or a"
-            " shorter `window`"
+            f"`window={config.window}` takes {windows} bytes for {sequences}, and the cache has"
+            f" {size}: raise `kv_bytes`, or take {fewer}a shorter `window`"
         )
     return size - windows
 
