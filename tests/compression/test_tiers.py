@@ -361,11 +361,17 @@ def test_plans_for_speed_are_tried_where_a_gpu_reads_them_in_one_pass(monkeypatc
     assert tried("swift", levels=(8, 4)) == ["balanced"]
 
 
-def test_inspect_names_the_levels(tmp_path, capsys):
-    planned_model("lean", 3.0, levels=(8, 4), output=tmp_path / "planned")
+def test_inspect_shows_planned_bytes_and_levels(tmp_path, capsys):
+    spec = spec_of(planned_model("lean", 3.0, levels=(8, 4), output=tmp_path / "planned"))
     assert main(["inspect", str(tmp_path / "planned")]) == 0
     shown = capsys.readouterr().out
-    assert "with the planned bits (8, 4) and scales" in shown and "levels: [8, 4]" in shown
+    assert "with the planned bits (8, 4) and scales" in shown and "levels: 8, 4" in shown
+    full, layout = 2 * spec.geometry.full_numbers, cache_layout(spec)
+    stored = layout.bits_per_token / 8
+    assert f"a token takes {stored:.0f} bytes in place of {full} in " in shown
+    assert f": {full / stored:.2f}x smaller" in shown and "16-bit bytes  stored bytes" in shown
+    rows = [x.split() for x in shown.splitlines() if x[:2] in ("0 ", "1 ")]
+    assert [int(x[-1]) for x in rows] == [round(x / 8) for x in layout.layer_bits]
 
 
 def test_levels_are_those_with_kernels_unless_others_are_asked_for():

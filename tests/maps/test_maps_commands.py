@@ -213,7 +213,8 @@ def test_inspect_shows_them(here: Path, capsys) -> None:
     said = capsys.readouterr().out
     spec = Sidecar.load(folder).spec
     assert f"({KIND})" in said and f"-> {spec.bytes_per_token()} bytes" in said
-    assert "on disk: " in said and "'name': 'swift'" in said
+    assert "on disk: " in said and "recipe: name swift, basis post_rope" in said
+    assert not set("{}[]") & set(said) and "stored bytes" not in said
     for index, layer in enumerate(spec.layers):
         ranks = " ".join(str(x.rank) for x in layer.key_latents)
         assert any(x.split()[:1] == [str(index)] and ranks in x for x in said.splitlines())

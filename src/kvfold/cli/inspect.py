@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvfold.layout import CacheSpec, Geometry, LayerSpec
 
 PARTS = {"k": "keys", "v": "values", "kv": "keys and values"}
+SAID = {"sizes", "ratio", "accuracy", "measured", "recovery", "lora"}  # by other lines
 Spectra = dict[str, list[list[float]]]
 
 
@@ -92,8 +93,7 @@ def inspect(
         print(f"kernels on a GPU: {kernels_of(config, spec)}")
         if provenance.get("prefer") == "speed":
             print(f"in one pass on a Hopper GPU: {one_pass_summary(config, spec)}")
-    for key, value in provenance.items():
-        print(f"{key}: {value}")
+    print_provenance(provenance)
     if html is not None:
         write_html(html, title, spec or plain_spec(geometry), spectra)
 
@@ -117,8 +117,7 @@ def inspect_maps(name: str, model: str | None, recipe: str | None, html: Path | 
     print_geometry(f"{title} ({provenance.get('model_type', 'any type')})", spec.geometry)
     print(f"on disk: {in_bytes(folder_bytes(folder_of(name)))}")
     print_spec(spec, provenance)
-    for key, value in provenance.items():
-        print(f"{key}: {value}")
+    print_provenance(provenance)
     if html is not None:
         write_html(html, title, spec, {})
 
@@ -180,18 +179,48 @@ def print_geometry(title: str, geometry: "Geometry") -> None:
 def print_spec(spec: "CacheSpec", provenance: dict[str, Any]) -> None:
     """Print totals and measured losses, then a table with one line per layer."""
     from kvfold.hub.card import facts
+    from kvfold.layout.pages import cache_layout
 
+    layout = cache_layout(spec) if spec.planned else None
+    if layout is not None:
+        full, stored = 2 * spec.geometry.full_numbers, layout.bits_per_token / 8
+        print(
+            f"a token takes {stored:.0f} bytes in place of {full} in kvfold's engine and vLLM:"
+            f" {full / stored:.2f}x smaller"
+        )
     for line in facts(spec, provenance):
         print(line)
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
     for name in ("layer", "keys", "values"):
         table.add_column(name)
     table.add_column("ranks")
-    table.add_column("bytes", justify="right")
+    table.add_column("bytes" if layout is None else "16-bit bytes", justify="right")
+    if layout is not None:
+        table.add_column("stored bytes", justify="right")
     for index, layer in enumerate(spec.layers):
-        size = str(2 * layer.row_width)
-        table.add_row(str(index), layer.keys, layer.values, describe(layer), size)
+        sizes = [str(2 * layer.row_width)]
+        if layout is not None:
+            sizes.append(f"{layout.layer_bits[index] / 8:.0f}")
+        table.add_row(str(index), layer.keys, layer.values, describe(layer), *sizes)
     common.print_table(table)
+
+
+def print_provenance(provenance: dict[str, Any]) -> None:
+    """Print how a plan was made, without what other lines say."""
+    for key, value in provenance.items():
+        if key not in SAID:
+            print(f"{key}: {in_words(value)}")
+
+
+def in_words(value: Any) -> str:
+    """A value of JSON without brackets, and without settings that are off: None, False, 0."""
+    if isinstance(value, dict):
+        given = {name: x for name, x in value.items() if x not in (None, False, [], {})}
+        words = (name if x is True else f"{name} {in_words(x)}" for name, x in given.items())
+        return ", ".join(words)
+    if isinstance(value, list | tuple):
+        return ", ".join(map(in_words, value))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def describe(layer: "LayerSpec") -> str:

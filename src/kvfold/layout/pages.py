@@ -285,11 +285,11 @@ class CacheLayout:
         """Stored bits of one token in all layers, metadata included; the average if tokens
         differ, before any is demoted to fewer bits."""
         if self.coarse is None or self.spec.hybrid is None:
-            return sum(self._layer_bits)
-        return self.spec.mean_per_token(self._layer_bits, self.coarse._layer_bits)
+            return sum(self.layer_bits)
+        return self.spec.mean_per_token(self.layer_bits, self.coarse.layer_bits)
 
     @cached_property
-    def _layer_bits(self) -> list[float]:
+    def layer_bits(self) -> list[float]:
         """Stored bits of one token, per layer."""
         layers = range(len(self.spec.layers))
         return [sum(group.layout.row_bits for group in self.groups_of_layer(i)) for i in layers]
