@@ -215,8 +215,8 @@ def print_provenance(provenance: dict[str, Any]) -> None:
 def in_words(value: Any) -> str:
     """A value of JSON without brackets, and without settings that are off: None, False, 0."""
     if isinstance(value, dict):
-        given = {name: x for name, x in value.items() if x not in (None, False, [], {})}
-        words = (name if x is True else f"{name} {in_words(x)}" for name, x in given.items())
+        settings = {name: x for name, x in value.items() if x not in (None, False, [], {})}
+        words = (name if x is True else f"{name} {in_words(x)}" for name, x in settings.items())
         return ", ".join(words)
     if isinstance(value, list | tuple):
         return ", ".join(map(in_words, value))
