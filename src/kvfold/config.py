@@ -278,7 +278,9 @@ class CacheConfig:
     """
 
     kv_bytes: int | None = setting(
-        None, "Bytes of the page pool; by default a share of the free memory.", least=1
+        None,
+        "Bytes of the page pool, with exact windows; by default a share of the free memory.",
+        least=1,
     )
     page: int | None = setting(
         None,

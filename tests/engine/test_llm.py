@@ -493,6 +493,16 @@ def test_summary_says_why_pages_take_more_than_16_bits(
     assert rows["in pages"].endswith(f" B, with {told}rounding and what eviction needs")
 
 
+def test_summary_says_that_kv_bytes_counts_windows() -> None:
+    kv_bytes = 6 * 2**20
+    llm = llm_of(bits=4, window=4096, max_sequences=2, kv_bytes=kv_bytes)
+    rows, layout = dict(llm.summary()), llm.runner.pool.layout
+    size, total = re.findall(r"([\d.]+) MiB", rows["exact window"])
+    assert rows["exact window"].endswith(" MiB, which kv_bytes counts with the pool")
+    assert (size, total) == ("1.5", "4.5") and layout.window_bytes == 3 * 2**19
+    assert rows["pool"].startswith("1.5 MiB of")
+
+
 def test_summary_says_what_has_kernels_on_a_gpu() -> None:
     llm = llm_of(bits=3)
     assert "layers with kernels" not in dict(llm.summary())

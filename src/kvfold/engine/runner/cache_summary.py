@@ -27,8 +27,11 @@ def cache_summary(runner: ModelRunner, cache: CacheConfig) -> list[tuple[str, st
         ("in pages", f"{per_token:.0f} B, with {_wide(runner)}rounding and what eviction needs"),
     ]
     if layout.window:
-        size = layout.window_bytes / 2**20
-        exact = f"last {layout.window} tokens of a request: {size:.1f} MiB, beside the pool"
+        size, total = (x / 2**20 for x in (layout.window_bytes, pool.window_bytes))
+        exact = (
+            f"last {layout.window} tokens of a request, {size:.1f} MiB; of all requests and one"
+            f" spare, {total:.1f} MiB, which kv_bytes counts with the pool"
+        )
         rows.append(("exact window", exact))
     if keep_share is not None:
         policy = runner.policy
