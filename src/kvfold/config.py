@@ -414,7 +414,8 @@ class CacheConfig:
             )
         if self.packs_pages or self.format != "integers":
             raise SettingError(
-                f"{needs}, with one scale per token; got {self._packing}, or leave `when_full` out"
+                f"{needs}, with one scale per token; got {self.packing}: leave that out, or leave"
+                " `when_full` out"
             )
 
     def _check_window(self) -> None:
@@ -428,7 +429,8 @@ class CacheConfig:
             )
         if self.packs_pages or self.format != "integers":
             raise SettingError(
-                f"{needs}, which are packed one by one; got {self._packing}, or leave `window` out"
+                f"{needs}, which are packed one by one; got {self.packing}: leave that out, or"
+                " leave `window` out"
             )
         if self.when_full == "demote":
             raise SettingError(
@@ -437,11 +439,11 @@ class CacheConfig:
             )
 
     @property
-    def _packing(self) -> str:
-        """Settings that pack tokens together, and the advice to leave them out."""
+    def packing(self) -> str:
+        """The settings that were given of how tokens are packed, in backquotes."""
         settings = [f"`format={self.format!r}`"] * (self.format != "integers")
         settings += [f"`residual={self.residual}`"] * (self.residual is not None)
-        return f"{', '.join(settings)}: leave {'both' if len(settings) > 1 else 'it'} out"
+        return " and ".join(settings)
 
     @property
     def packs_pages(self) -> bool:

@@ -312,7 +312,7 @@ def test_prompts_are_not_demoted_before_they_are_computed(model) -> None:
         ({}, "none are given: set bits=8"),
         ({"bits": 4}, "got 4: set bits=8"),
         ({"bits": 8, "evict": "snapkv"}, "evict='snapkv' drops tokens"),
-        ({"bits": 8, "residual": 32}, "residual=32: leave both out"),
+        ({"bits": 8, "residual": 32}, "got residual=32: leave that out"),
         ({"bits": 8, "when_full": "swap"}, "must be one of pre-empt, demote"),
     ],
 )

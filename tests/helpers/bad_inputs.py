@@ -755,11 +755,11 @@ CACHE = {
     ),
     "kvfold eval reference:gqa --bits 4 --set window=32 --set residual=32": (
         "--set window=32 keeps the last tokens beside compressed ones, which are packed one by "
-        "one; got --set residual=32: leave it out, or leave --set window out"
+        "one; got --set residual=32: leave that out, or leave --set window out"
     ),
     "kvfold eval reference:gqa --bits 2 --set window=32 --set format=kivi": (
         "--set window=32 keeps the last tokens beside compressed ones, which are packed one by "
-        "one; got --set format kivi: leave it out, or leave --set window out"
+        "one; got --set format kivi: leave that out, or leave --set window out"
     ),
     "kvfold compress reference:gqa --set window=128 --output new": (
         "`kvfold compress` has no setting 'window': it belongs to kvfold advise, generate, serve, "

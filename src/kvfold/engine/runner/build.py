@@ -264,9 +264,8 @@ def check_served(
     windowed = any(attention_windows(config))
     if windowed and cache.packs_pages:
         raise SettingError(
-            f"`format={cache.format!r}`, `residual={cache.residual}`: this model's sliding window "
-            "drops old tokens one by one, and here they are packed together: leave both out and "
-            "keep `bits`"
+            f"{cache.packing}: this model's sliding window drops old tokens one by one, and here"
+            " they are packed together: leave that out and keep `bits`"
         )
     if spec is not None and cache.window:
         raise SettingError(
@@ -315,8 +314,8 @@ def _check_hybrid(config: Any, spec: CacheSpec, policy: Policy | None, cache: Ca
         )
     if cache.packs_pages:
         raise SettingError(
-            f"`format={cache.format!r}`, `residual={cache.residual}`: {what}, and tokens that are "
-            "packed together cannot move: leave both out"
+            f"{cache.packing}: {what}, and tokens that are packed together cannot move: leave that"
+            " out"
         )
     if _rotates(spec, cache):
         raise SettingError(
