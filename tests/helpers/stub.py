@@ -45,12 +45,14 @@ class FakePool:
         self.num_pages, self.num_slots, self.max_tokens = num_pages, num_slots, max_tokens
         self.host_lengths = np.zeros((num_slots, 2), dtype=np.int64)
         self.is_open = [False] * num_slots
-        self.num_bytes = num_pages  # of one byte each
+        self.num_bytes = self.kv_bytes = num_pages  # of one byte each
         self.layout = SimpleNamespace(
             max_tokens_in_step=lambda row: max_tokens,  # no tails
             groups=(0, 1),
-            bytes_for=lambda slots, tokens: 2 * slots * -(-tokens // PAGE),
         )
+
+    def kv_bytes_for(self, tokens: int) -> int:
+        return 2 * -(-tokens // PAGE)
 
     @property
     def used_bytes(self) -> int:
