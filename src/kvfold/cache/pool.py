@@ -360,7 +360,7 @@ class Pool:
     def kv_bytes_for(self, tokens: int) -> int:
         """The `kv_bytes` that hold one sequence of `tokens` tokens beside the windows of all
         slots."""
-        return self.layout.pages_for(1, tokens) + self.window_bytes
+        return self.layout.page_bytes_for(1, tokens) + self.window_bytes
 
     @property
     def _num_taken(self) -> Ints:

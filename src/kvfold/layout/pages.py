@@ -307,9 +307,9 @@ class CacheLayout:
     def bytes_for(self, num_slots: int, max_tokens: int) -> int:
         """Bytes of a pool that holds `num_slots` sequences of `max_tokens` tokens, with the windows
         of these and of the padding slot."""
-        return self.pages_for(num_slots, max_tokens) + self.window_bytes * (num_slots + 1)
+        return self.page_bytes_for(num_slots, max_tokens) + self.window_bytes * (num_slots + 1)
 
-    def pages_for(self, num_slots: int, max_tokens: int) -> int:
+    def page_bytes_for(self, num_slots: int, max_tokens: int) -> int:
         """Bytes of pages for `num_slots` sequences of `max_tokens` tokens, with a margin for slabs,
         and for one sequence whose rows are being demoted to the low rank."""
         pages = -(-max_tokens // self.page)
