@@ -241,21 +241,27 @@ class Chunk:
         place: from positions of tokens before the part to their entries in the pages. heads: Hk."""
         self.part, self.tokens, self.size = part, tokens, size
         queries = part.positions.long()
-        start = queries[:, :1]
+        self.last_older = torch.maximum(queries - tokens, first - 1).int()
+        self._arrange(queries, first, place, heads)
+
+    def _arrange(
+        self, queries: Tensor, first: Tensor, place: Callable[[Tensor], Tensor], heads: int
+    ) -> None:
+        """Find the exact tokens. queries: int64 [B, T], positions; the others as in `__init__`."""
+        tokens, size, start = self.tokens, self.size, queries[:, :1]
         row = torch.arange(tokens + queries.shape[1], device=queries.device)
         # Shorter parts of a call are padded with their first token, which counts once.
         padding = (queries.diff(dim=1) == 0).sum(1, keepdim=True)
         positions = start - tokens - padding + row
         self.index = torch.where(positions < start, place(positions), row + (size - tokens))
         self.is_visible = positions >= torch.maximum(first, start - tokens)
-        self.last_older = torch.maximum(queries - tokens, first - 1).int()
         self.blocks = blocks = _Blocks(tokens, queries.shape[1])
         positions = positions.masked_fill(~self.is_visible, NEVER).int()
         positions = blocks.keys(positions[..., None], NEVER)[..., 0]
         self.seen = Seen(
             counts=torch.full_like(positions[:, :1], positions.shape[1]),
             owner=(0,) * heads, positions=positions[:, None].contiguous(),
-            queries=blocks.queries(part.positions[:, None, :, None], LAST).flatten(1),
+            queries=blocks.queries(self.part.positions[:, None, :, None], LAST).flatten(1),
             window=tokens,
         )  # fmt: skip
 

@@ -44,10 +44,8 @@ class FlashPrefill(TritonPrefill):
     def unsupported_reason(
         cls, layer: LayerShape, groups: Sequence[Group], task: Task
     ) -> str | None:
-        if task.device_type != "cuda":
-            return f"FlashAttention {VERSION} runs on cuda"
-        if (wanted := os.environ.get("KVFOLD_BACKEND", "auto")) != "auto":
-            return f"KVFOLD_BACKEND is {wanted}"
+        if reason := excluded(task.device_type):
+            return reason
         if task.observed or groups[0].layout.tracked:
             return f"FlashAttention {VERSION} does not serve eviction"
         if layer.has_sinks:
@@ -186,6 +184,14 @@ def _spread(view: KVView, width: int) -> Tensor:
         (*data.stride()[:2], step, 1),
         data.storage_offset() + starts[0],
     )
+
+
+def excluded(device_type: str) -> str | None:
+    """Why vLLM's FlashAttention is never used on such devices, or by the user's choice; or None."""
+    if device_type != "cuda":
+        return f"FlashAttention {VERSION} runs on cuda"
+    wanted = os.environ.get("KVFOLD_BACKEND", "auto")
+    return None if wanted == "auto" else f"KVFOLD_BACKEND is {wanted}"
 
 
 @lru_cache

@@ -8,7 +8,6 @@ Shapes: N tokens of a window, T queries of one request, S entries of its window'
 of an exact entry; others as in `attention.window`.
 """
 
-import os
 from collections.abc import Callable, Sequence
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from kvfold.attention.backend import Weighed
 from kvfold.attention.base import LayerAttention
-from kvfold.attention.metadata import AttentionMetadata, CacheView
+from kvfold.attention.metadata import CacheView
 from kvfold.attention.window import Chunk, exact_views
 from kvfold.ops.common.pages import LayerPages
 from kvfold.ops.common.recording import compute
@@ -38,24 +37,16 @@ class FlashChunk(Chunk):
     def serves(cls, layers: Sequence[LayerAttention], view: CacheView) -> bool:
         """Whether it serves the layers' exact tokens. view: of exact tokens."""
         return (
-            view.device.type == "cuda"
+            flash.excluded(view.device.type) is None
             and view.dtype.itemsize == 2
-            and os.environ.get("KVFOLD_BACKEND", "auto") == "auto"
             and all(_exact_width(x, torch.empty(1, 1, x.spec.row_width)) for x in layers)
             and flash.why_not() is None
         )
 
-    def __init__(
-        self,
-        part: AttentionMetadata,
-        tokens: int,
-        first: Tensor,
-        size: int,
-        place: Callable[[Tensor], Tensor],
-        heads: int,
+    def _arrange(
+        self, queries: Tensor, first: Tensor, place: Callable[[Tensor], Tensor], heads: int
     ) -> None:
-        super().__init__(part, tokens, first, size, place, heads)
-        queries = part.positions.long()
+        tokens, size = self.tokens, self.size
         start, last = queries[:, :1], queries[:, -1:]
         positions = first + torch.arange(tokens - 1 + queries.shape[1], device=queries.device)
         behind = size + positions.minimum(last) - start
