@@ -1,8 +1,10 @@
 """Attention over transient keys and values, and what fused kernels need of them."""
 
+import pytest
 import torch
 
-from kvfold.ops.common.attention import aligned, attention, attention_in_place
+from kvfold.ops.common import attention as module
+from kvfold.ops.common.attention import aligned, attend_rows, attention, attention_in_place
 
 
 def test_aligned_pads_with_zeros_and_begins_every_row_at_sixteen_bytes() -> None:
@@ -27,6 +29,26 @@ def test_padding_does_not_change_attention() -> None:
     plain, _ = attention(q, k, v, None, 0.3)
     padded, _ = attention(aligned(q), aligned(k), aligned(v), None, 0.3)
     torch.testing.assert_close(padded[..., :5], plain)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_rows_of_too_many_numbers_are_attended_head_by_head(monkeypatch, softcap) -> None:
+    """Fused attention in CUDA was wrong beyond 2^32 numbers of a sequence."""
+    q, k, v = torch.randn(2, 6, 8), torch.randn(2, 3, 40, 8), torch.randn(2, 3, 40, 12)
+    valid = torch.rand(2, 3, 40) > 0.4
+    valid[1, 2] = False
+    wanted = attend_rows(q, k, v, valid, 0.3, softcap)
+    heads = []
+
+    def spy(q, *args, **options):
+        heads.append(q.shape[1])
+        return attention(q, *args, **options)
+
+    monkeypatch.setattr(module, "attention", spy)
+    monkeypatch.setattr(module, "MOST_NUMBERS", 3 * 40 * 12 - 1)
+    for x, y in zip(attend_rows(q, k, v, valid, 0.3, softcap), wanted, strict=True):
+        torch.testing.assert_close(x, y)
+    assert heads == [2, 2, 2]
 
 
 def test_attention_in_place_reads_what_a_copy_would() -> None:

@@ -11,6 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 LOG2_E = 1.4426950408889634  # kernels take powers of 2
+# Numbers of one sequence from which on PyTorch's fused attention reads wrong places on CUDA: it
+# counts them in 32 bits.
+MOST_NUMBERS = 2**32
 Tables = tuple[Tensor, Tensor]  # RoPE cos, sin
 
 
@@ -60,6 +63,12 @@ def attend_rows(
     if not valid.shape[-1]:
         nothing = torch.full(q.shape[:2], -torch.inf, device=q.device)
         return q.new_zeros(*q.shape[:2], v.shape[-1]), nothing
+    if k.shape[1] > 1 and max(k[0].numel(), v[0].numel()) > MOST_NUMBERS:
+        per_head = zip(
+            q.split(group, 1), k.split(1, 1), v.split(1, 1), valid.split(1, 1), strict=True
+        )
+        outs, sums = zip(*(attend_rows(*x, scale, softcap) for x in per_head), strict=True)
+        return torch.cat(outs, 1), torch.cat(sums, 1)
     mask = (valid | empty)[:, :, None].repeat_interleave(group, 1)
     out, _ = attention(q[:, :, None], k, v, mask, scale, softcap=softcap)
     wide = torch.promote_types(q.dtype, torch.float32)
