@@ -172,9 +172,10 @@ def compress_section(found: Sequence[Report], where: str, stem: Path) -> str:
 
 
 def made_with(found: Sequence[Report]) -> str:
-    """Versions."""
+    """Versions of the reports, and of rows that another run timed."""
     lines = []
-    for made in (report["versions"] for report in found):
+    runs = (x for report in found for x in (report, *report["rows"]) if "versions" in x)
+    for made in (run["versions"] for run in runs):
         names = [name for name in ("torch", "triton", "transformers", "kvfold") if made.get(name)]
         commit = (made["commit"] or "unknown")[:10]
         lines.append(", ".join(f"{name} {made[name]}" for name in names) + f" (`{commit}`)")

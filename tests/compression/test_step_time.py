@@ -36,10 +36,10 @@ def layer_us(name: str, batch: int = 64, tokens: int = 8192) -> float:
 @pytest.mark.parametrize(
     ("name", "us"),
     [
-        ("bf16-full", 489.3),
-        ("bf16-half", 254.1),
-        ("int8-half", 140.1),
-        ("int4-half", 85.0),
+        ("bf16-full", 479.8),
+        ("bf16-half", 248.0),
+        ("int8-half", 137.5),
+        ("int4-half", 86.7),
         ("lean-31", 262.7),
         ("lean-35", 300.2),
         ("small-10", 360.3),
@@ -52,7 +52,7 @@ def test_attention_is_near_what_was_measured(name: str, us: float) -> None:
 
 def test_a_step_is_near_what_was_measured() -> None:
     whole = predict(LLAMA, plain_spec(GEOMETRY), DecodeLoad())
-    assert whole is not None and whole.ms == pytest.approx(20.23, rel=0.1)
+    assert whole is not None and whole.ms == pytest.approx(20.20, rel=0.1)
     assert not whole.estimated and whole.device == DEFAULT
     fewer = predict(LLAMA, plain_spec(GEOMETRY), DecodeLoad(), bits=4, device="a new one")
     assert fewer is not None and fewer.ms < whole.ms / 1.5 and fewer.device == DEFAULT
@@ -61,19 +61,19 @@ def test_a_step_is_near_what_was_measured() -> None:
 @pytest.mark.parametrize(
     ("name", "batch", "ms"),
     [
-        ("swift-4.6x-odd", 1, 6.24),
-        ("swift-4.6x-odd", 8, 6.76),
-        ("swift-4.6x-odd", 64, 10.84),
-        ("lean-6x", 64, 18.51),
-        ("small-6x", 64, 465),
+        ("swift-4.6x-odd", 1, 5.53),
+        ("swift-4.6x-odd", 8, 6.47),
+        ("swift-4.6x-odd", 64, 10.53),
+        ("lean-6x", 64, 18.19),
+        ("small-6x", 64, 205),
     ],
 )
 def test_steps_on_tiers_are_near_what_was_measured(name: str, batch: int, ms: float) -> None:
     spec = variant_layout(SHAPES["llama-3.1-8b"], VARIANTS[name]).spec
     found = predict(LLAMA, spec, DecodeLoad(batch=batch))
-    # What `small` took was timed before its programs had four warps.
+    # Keys in tiers that are reconstructed in two passes were timed with `small` alone.
     assert found is not None and found.estimated == name.startswith("small")
-    assert found.ms == pytest.approx(ms, rel=0.25)
+    assert found.ms == pytest.approx(ms, rel=0.15)
 
 
 def test_one_pass_takes_less_of_fewer_heads_and_no_less_than_its_bytes() -> None:

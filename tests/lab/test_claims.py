@@ -277,7 +277,7 @@ ALLOWED = {
     },
     "docs/recipes.md": {
         "0.9x": "predicted by planning/step_time.py",
-        "1.3x": "predicted by planning/step_time.py",
+        "1.4x": "predicted by planning/step_time.py",
         "2.7x": "predicted by planning/step_time.py",
         "4 of 2": "numbers of heads",
         "8 of 2": "numbers of heads",

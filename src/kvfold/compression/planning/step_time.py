@@ -74,7 +74,7 @@ class Coefficients:
     """What work costs on a device.
 
     read: bandwidth of a pure read in TB/s. attention: microseconds per unit, by the names of
-    `attention_work`; estimated: those that were measured once, or before the kernel changed.
+    `attention_work`; estimated: those that were measured once, or with one recipe alone.
     layer, sequence: microseconds per step for each, apart from attention and reading weights.
     """
 
