@@ -12,7 +12,8 @@ rates: distortion of ideal codes for Gaussians, which drop what is not worth a b
     distortion of `layer`: axes of each head, of keys and of values of a layer, of both together
     (`layer`), and of both of two adjacent layers.
 codes: distortion of numbers of unit variance, the first of a layer's axes, at 2 and 1 bits: the
-    engine's rounding, trained codebooks, and the limit of Shannon.
+    engine's rounding, equal steps with an ideal entropy code, trained codebooks, and the limit of
+    Shannon.
 positions: variance that means by position explain beyond one mean.
 outputs: error of attention outputs, without the first token's part, in half, a quarter and an
     eighth of a head's dimensions, by axes of values and by axes of these outputs.
@@ -128,9 +129,9 @@ def distortion(spectrum: Tensor, level: float) -> float:
     return float(spectrum.clamp(max=level).sum())
 
 
-def level_at(wanted: float, measure: Any) -> float:
+def level_at(wanted: float, measure: Any, low: float = 1e-12) -> float:
     """The water level at which a falling or rising measure is `wanted`."""
-    low, high = 1e-12, 10.0
+    high = 10.0
     rises = measure(high) > measure(low)
     for _ in range(80):
         middle = math.sqrt(low * high)
@@ -189,6 +190,7 @@ def codes(layers: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
         train, test = halves(numbers)
         for bits in (2, 1):
             add(f"rounding, {bits} bits and its scale", test, _tier(test, bits))
+            add(f"entropy code, {bits} bits", test, entropy_coded(train, test, bits))
         for bits, width, count in ((2, 2, 16), (2, 4, 256), (2, 6, 4096), (1, 8, 256), (1, 4, 16)):
             book = trained(train.reshape(-1, width), count)
             pieces = test.reshape(-1, width)
@@ -197,6 +199,29 @@ def codes(layers: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
             )
     limits = {f"Gaussian limit, {bits} bits": 4.0**-bits for bits in (2, 1)}
     return {name: mean(x) for name, x in errors.items()} | limits
+
+
+def entropy_coded(train: Tensor, test: Tensor, bits: float) -> Tensor:
+    """test rounded to equal steps, so wide that an ideal entropy code takes `bits` a number.
+    Frequencies and the centres of steps are those of train."""
+
+    def code(x: Tensor, step: float) -> Tensor:
+        return (x / step).round().long().clamp(-500, 500) + 500
+
+    def frequencies(step: float) -> Tensor:
+        return code(train, step).flatten().bincount(minlength=1001) + 0.5
+
+    def bits_of(step: float) -> float:
+        shares = frequencies(step) / frequencies(step).sum()
+        return -float(shares.log2()[code(test, step)].mean())
+
+    step = level_at(bits, bits_of, low=0.02)  # all numbers are within 500 steps
+    index = code(train, step).flatten()
+    sums = torch.zeros(1001).index_add_(0, index, train.flatten())
+    empty = (torch.arange(1001) - 500) * step
+    count = index.bincount(minlength=1001)
+    centres = torch.where(count > 0, sums / count.clamp(min=1), empty)
+    return centres[code(test, step)]
 
 
 def nearest(x: Tensor, book: Tensor) -> Tensor:

@@ -36,7 +36,18 @@ KINDS = (  # of a decode step's kernels, by what is in their names; the first th
     ("gather", ("gather_rows",)),
     (
         "matmul",
-        ("gemm", "gemv", "cutlass", "nvjet", "cublas", "splitk", "::mm", "::addmm", "::bmm"),
+        (
+            "gemm",
+            "gemv",
+            "cutlass",
+            "nvjet",
+            "cublas",
+            "splitk",
+            "few_kernel",
+            "::mm",
+            "::addmm",
+            "::bmm",
+        ),
     ),
 )
 
