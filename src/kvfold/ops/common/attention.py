@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 LOG2_E = 1.4426950408889634  # kernels take powers of 2
-# Numbers of one sequence from which on PyTorch's fused attention reads wrong places on CUDA: it
-# counts them in 32 bits.
+# Numbers of one sequence beyond which PyTorch's fused attention was wrong on CUDA (2.11, H200).
 MOST_NUMBERS = 2**32
 Tables = tuple[Tensor, Tensor]  # RoPE cos, sin
 
