@@ -47,8 +47,7 @@ AHEAD = (
 )  # fmt: skip
 # Latents that heads share, without RoPE: 2.6 times what their bytes take, by no work counted here.
 UNFITTED = {"shared-llama-2-7b-norope.json"}
-# Ablations without a device, and rebuilt pieces since their programs have four warps: half of what
-# steps with them took, to which `rebuilt_runs` is fitted.
+# Ablations without a device, and rebuilt pieces, which are fitted to steps (`rebuilt_runs`).
 UNFITTED |= {"ablations-uneven-cost-8b.json", "small-attention-8b.json"}
 
 # Without a file of results (docs/lab/speed-aims.md), on llama-3.1-8b and 64 sequences of 8192, a
@@ -113,7 +112,7 @@ def step_points(found: Sequence[dict[str, Any]], base: Coefficients) -> list[Poi
         if row["variant"] not in VARIANTS or not row["graph"]:
             continue
         variant, shape, batch = VARIANTS[row["variant"]], row["shape"], row["batch"]
-        if variant.rebuilt and not once:
+        if variant.rebuilt and not once:  # by the kernels of before
             continue
         layers = SHAPES[shape].num_layers
         attention = work_of(shape, variant, batch * row["tokens"], base.read, once)

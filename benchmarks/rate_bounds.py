@@ -130,7 +130,7 @@ def distortion(spectrum: Tensor, level: float) -> float:
 
 
 def level_at(wanted: float, measure: Any, low: float = 1e-12) -> float:
-    """The water level at which a falling or rising measure is `wanted`."""
+    """The level from `low` on at which a falling or rising measure is `wanted`."""
     high = 10.0
     rises = measure(high) > measure(low)
     for _ in range(80):
@@ -208,12 +208,9 @@ def entropy_coded(train: Tensor, test: Tensor, bits: float) -> Tensor:
     def code(x: Tensor, step: float) -> Tensor:
         return (x / step).round().long().clamp(-500, 500) + 500
 
-    def frequencies(step: float) -> Tensor:
-        return code(train, step).flatten().bincount(minlength=1001) + 0.5
-
     def bits_of(step: float) -> float:
-        shares = frequencies(step) / frequencies(step).sum()
-        return -float(shares.log2()[code(test, step)].mean())
+        counts = code(train, step).flatten().bincount(minlength=1001) + 0.5
+        return -float((counts / counts.sum()).log2()[code(test, step)].mean())
 
     step = level_at(bits, bits_of, low=0.02)  # all numbers are within 500 steps
     index = code(train, step).flatten()

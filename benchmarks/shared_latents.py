@@ -17,7 +17,6 @@ the share of bytes that a way to share saves where `layer` loses as much.
 
 import argparse
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from transformers import DynamicCache
 from kvfold.calibration.statistics import Moment
 from kvfold.calibration.text import calibration_windows
 from kvfold.cli.bench_common import versions
+from kvfold.cli.common import progress
 from kvfold.compression.basis import Basis, weighted
 from kvfold.compression.planning.bit_allocation import TierRule, cost, plan_tiers, predicted_loss
 from kvfold.compression.training.rounded_cache import _coded
@@ -42,6 +42,7 @@ from kvfold.hub.loading import load, load_tokenizer
 from kvfold.layout import Tiers
 from kvfold.ops.common.attention import rotate
 from kvfold.utils.files import write_json
+from kvfold.utils.progress import Progress, counter
 from kvfold.utils.text import read_text
 from kvfold.utils.tokens import windows
 
@@ -104,18 +105,19 @@ def recorded(model: Any) -> Iterator[dict[Part, Tensor]]:
 
 
 def calibrate(
-    model: Any, ids: Tensor, report: Callable[[str], None]
+    model: Any, ids: Tensor, shown: Progress | None = None
 ) -> tuple[Samples, Samples, Samples]:
     """Numbers, their gradients, of the summed loss of labels drawn from the model's predictions,
     and the mean numbers [Hk * d] of windows' first tokens. ids: int64 [windows, tokens]. Numbers
     and gradients leave out the tokens that stay exact."""
     model.requires_grad_(False)
+    done = counter(shown, "calibration windows", len(ids))
     make = torch.Generator().manual_seed(0)
     numbers: dict[Part, list[Tensor]] = {}
     gradients: dict[Part, list[Tensor]] = {}
     first: dict[Part, list[Tensor]] = {}
     with recorded(model) as seen:
-        for index, row in enumerate(ids):
+        for row in ids:
             embedded = model.get_input_embeddings()(row[None]).requires_grad_()
             logits = model(inputs_embeds=embedded, use_cache=False).logits[0].float()
             drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=make)[:, 0]
@@ -124,7 +126,7 @@ def calibrate(
                 numbers.setdefault(part, []).append(seen[part].detach()[0, EXACT:])
                 gradients.setdefault(part, []).append(grad[0, EXACT:])
                 first.setdefault(part, []).append(seen[part].detach()[0, 0])
-            report(f"calibrated on {index + 1} of {len(ids)} windows")
+            done()
     means = {part: torch.stack(x).mean(0) for part, x in first.items()}
     joined = ({part: torch.cat(x) for part, x in of.items()} for of in (numbers, gradients))
     return next(joined), next(joined), means
@@ -196,19 +198,6 @@ def spread(x: Tensor, count: int) -> Tensor:
     return x[torch.arange(count) * len(x) // count]
 
 
-class Clock:
-    """Prints how far the work is, with an estimate of what is left."""
-
-    def __init__(self, steps: int) -> None:
-        self.steps, self.done, self.begin = steps, 0, time.perf_counter()
-
-    def __call__(self, what: str) -> None:
-        self.done += 1
-        used = time.perf_counter() - self.begin
-        left = used / self.done * (self.steps - self.done)
-        print(f"{used / 60:5.1f} min, about {left / 60:.0f} left: {what}", flush=True)
-
-
 def lost(rows: Mapping[str, Tensor], base: Mapping[str, Tensor]) -> dict[str, Any]:
     """Of each text, nats a token over `base`, with their standard errors and windows."""
     found = {}
@@ -247,6 +236,7 @@ def measure(
     chunk: int,
     batch: int,
     save: Callable[[dict[str, Any]], None],
+    shown: Progress | None = None,
 ) -> dict[str, Any]:
     """texts, calib: int64 [windows, tokens]. settings: ways to share, and how many times smaller
     than 16 bits a number. `save` gets the report after each of them."""
@@ -259,10 +249,10 @@ def measure(
             for name, ids in texts.items()
         }
 
-    numbers, gradients, first = calibrate(model, calib, Clock(len(calib)))
-    clock = Clock(len(settings) + 2)
+    numbers, gradients, first = calibrate(model, calib, shown)
+    done = counter(shown, "settings", len(settings) + 2)
     base = run([])
-    clock("nothing compressed")
+    done()
     report: dict[str, Any] = {"nats": {name: float(x.mean()) for name, x in base.items()}}
     rows: list[dict[str, Any]] = []
     saved: dict[str, dict[str, float]] = {}
@@ -278,7 +268,7 @@ def measure(
     layer = latents_of("layer", layers)
     whole = [Latent(*x, None) for x in zip(layer, bases_of(layer), strict=True)]
     report["fp16 latents"] = lost(run(whole, batch), base)
-    clock("fp16 latents")
+    done()
     for sharing, factor in settings:
         latents = latents_of(sharing, layers)
         made, about = planned(latents, bases_of(latents), int(full / factor))
@@ -289,8 +279,9 @@ def measure(
             row["over_layer"] = lost(found, measured["layer", factor])
         row["tiers"] = [x.tiers for x in made]
         rows.append(row)
-        shown = ", ".join(f"{k} {v['nats']:.4f} ± {v['se']:.4f}" for k, v in row["lost"].items())
-        clock(f"{sharing} {factor:g}x, predicted {about['predicted_nats']:.4f}: {shown}")
+        nats = ", ".join(f"{k} {v['nats']:.4f} ± {v['se']:.4f}" for k, v in row["lost"].items())
+        print(f"{sharing} {factor:g}x, predicted {about['predicted_nats']:.4f}: {nats}", flush=True)
+        done()
         saved = {name: saved_bytes(rows, name) for name in texts}
         save(report | {"rows": rows, "saved": saved})
     return report | {"rows": rows, "saved": saved}
@@ -305,12 +296,14 @@ def main() -> None:
     parser.add_argument("--sharing", nargs="+", default=["layer", "pair"])
     parser.add_argument("--factors", nargs="+", type=float, default=[4.0, 8.0, 16.0])
     parser.add_argument("--also", nargs="*", default=[], metavar="SHARING:FACTOR")
-    parser.add_argument("--windows", type=int, default=12, help="of each text")
+    parser.add_argument("--windows", type=int, default=12, help="of each text, at least 2")
     parser.add_argument("--ctx", type=int, default=1024)
     parser.add_argument("--chunk", type=int, default=64)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
+    if given.windows < 2:
+        parser.error(f"--windows must be at least 2 for standard errors, got {given.windows}")
     model = load(given.model, dtype=torch.float32, device="cpu")
     tokenizer = load_tokenizer(given.model)
     texts = {
@@ -335,7 +328,8 @@ def main() -> None:
         if given.json:
             write_json(given.json, about | report)
 
-    measure(model, texts, calib, settings, given.chunk, given.batch, save)
+    with progress() as shown:
+        measure(model, texts, calib, settings, given.chunk, given.batch, save, shown)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def ids() -> torch.Tensor:
 @pytest.fixture(scope="module")
 def bases(model: Any, ids: torch.Tensor) -> dict[str, Any]:
     """By way to share, the bases of its latents."""
-    samples = calibrate(model, ids, lambda _: None)
+    samples = calibrate(model, ids)
     return {x: [basis_of(y, *samples) for y in latents_of(x, 2)] for x in SHARINGS}
 
 
